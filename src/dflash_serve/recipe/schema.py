@@ -1,0 +1,274 @@
+"""What a recipe file may say. Extra keys are refused; how a flag is spelled is not known here."""
+
+from __future__ import annotations
+
+from datetime import date
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]{0,79}$")]
+RepoId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")]
+Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
+VllmVersion = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+([a-z.+]\w*)*$")]
+Auto = Literal["auto"]
+
+
+class Model(BaseModel):
+    """Base of every recipe part."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True)
+
+
+class Method(StrEnum):
+    """How draft tokens are made, in vLLM's words where it has them."""
+
+    DFLASH2 = "dflash2"
+    DFLASH = "dflash"
+    MTP = "mtp"
+
+
+class Goal(StrEnum):
+    """What the shape is chosen for."""
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+    LONG_CONTEXT = "long-context"
+
+
+class Checkpoint(Model):
+    """Weights, on the hub (`repo`) or beside the recipe (`path`, relative to the recipe's file)."""
+
+    repo: RepoId | None = None
+    path: str | None = Field(default=None, description="Directory, relative to recipes/.")
+    revision: Revision | None = Field(default=None, description="Commit; null when nobody looked it up yet.")
+    quantization: str | None = Field(default=None, description="Label as published, for people.")
+    size_bytes: int | None = Field(default=None, gt=0, description="Bytes as published.")
+    gated: bool = False
+    license: str | None = None
+    sources: tuple[Url, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Checkpoint:
+        if (self.repo is None) == (self.path is None):
+            raise ValueError("give exactly one of repo (on the hub) and path (a directory beside the recipes)")
+        if self.path is not None and self.revision is not None:
+            raise ValueError("revision belongs to a hub repo; a path has none")
+        return self
+
+
+class Drafter(Model):
+    """The speculative side. `mtp` uses the target's own layer and has no checkpoint."""
+
+    method: Method
+    checkpoint: Checkpoint | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=31)] | Auto = Field(
+        default="auto", description="Draft tokens a step; auto is block size - 1 for the DFlash family."
+    )
+    sampling: Literal["greedy", "probabilistic"] = "greedy"
+    kv_cache_dtype: str | Auto = "auto"
+    attention_backend: str | Auto = "auto"
+
+    @model_validator(mode="after")
+    def _checkpoint_fits_method(self) -> Drafter:
+        if self.method is Method.MTP and self.checkpoint is not None:
+            raise ValueError("mtp drafts with the target's own layer: remove checkpoint")
+        if self.method is not Method.MTP and self.checkpoint is None:
+            raise ValueError(f"method {self.method.value} needs a checkpoint")
+        if self.method is Method.MTP and self.num_speculative_tokens == "auto":
+            raise ValueError("mtp has no block size: give num_speculative_tokens")
+        return self
+
+
+class Serve(Model):
+    """Wishes about the serving shape; `auto` leaves the choice to the plan."""
+
+    goal: Goal = Goal.LATENCY
+    served_model_name: Annotated[str, StringConstraints(pattern=r"^[\w./:-]{1,128}$")] | None = None
+    window: Annotated[int, Field(ge=16, le=16_777_216)] | Literal["auto", "native"] = Field(
+        default="auto", description="Context window in tokens (max_model_len); native is the checkpoint's own."
+    )
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Auto = "auto"
+    max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | Auto = "auto"
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] | Auto = "auto"
+    gpu_memory_utilization: Annotated[float, Field(gt=0.05, le=0.99)] | Auto = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    kv_cache_dtype: str | Auto = "auto"
+    ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention_backend: str | Auto = "auto"
+    prefix_caching: bool = True
+    enforce_eager: bool | Auto = "auto"
+    prompt_logprobs: bool = Field(default=True, description="Keep head room for prompt_logprobs requests.")
+    text_only: bool = Field(default=False, description="Do not load the vision tower.")
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+
+
+class Sampling(Model):
+    """Sampling defaults the model card asks for; they become the server's default generation config."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+
+
+class Band(Model):
+    """A closed range."""
+
+    min: float
+    max: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Band:
+        if not self.min <= self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}")
+        return self
+
+
+class Expect(Model):
+    """What a good run shows; verify asserts it and the alert rules take their bands from it."""
+
+    acceptance_length: Band | None = None
+    output_tok_s: Band | None = Field(default=None, description="One stream.")
+    source: Url | None = None
+    notes: tuple[str, ...] = ()
+
+
+class When(Model):
+    """A condition on the GPUs. Comparisons are strings such as `>=8.0,<8.9`."""
+
+    compute_capability: str | None = None
+    gpu_count: str | None = None
+    memory_gib: str | None = Field(default=None, description="Memory of the smallest GPU, GiB.")
+    unified_memory: bool | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> When:
+        if not self.model_fields_set:
+            raise ValueError("an empty condition is always true: put the values in serve instead")
+        for name in ("compute_capability", "gpu_count", "memory_gib"):
+            if (text := getattr(self, name)) is not None:
+                parse_comparisons(text)
+        return self
+
+
+class GpuOverride(Model):
+    """Values for one class of GPUs, as data."""
+
+    when: When
+    serve: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=31)] | None = None
+    reason: str
+    source: Url | None = None
+
+    @model_validator(mode="after")
+    def _known_keys(self) -> GpuOverride:
+        for key, value in self.serve.items():
+            if key not in Serve.model_fields:
+                raise ValueError(f"serve has no key {key!r}")
+            Serve.model_validate({key: value})
+        return self
+
+
+class Requires(Model):
+    """Hard needs, checked before anything starts. Absent for a recipe that runs on the CPU."""
+
+    compute_capability: str | None = None
+    gpu_memory_gib: Annotated[float, Field(gt=0)] | None = Field(default=None, description="All GPUs together.")
+
+    @model_validator(mode="after")
+    def _parses(self) -> Requires:
+        if self.compute_capability is not None:
+            parse_comparisons(self.compute_capability)
+        return self
+
+
+class Verified(Model):
+    """A run that somebody made with this project."""
+
+    hardware: str
+    date: date
+    vllm: VllmVersion
+    command: str
+    figures: dict[str, float | int | str]
+    notes: tuple[str, ...] = ()
+
+
+class Reported(Model):
+    """A figure that somebody published."""
+
+    figure: str
+    value: float | int | str
+    hardware: str | None = None
+    url: Url | None = None
+    notes: str | None = None
+
+
+class Engine(Model):
+    """Which engine build serves it. `auto`: cuda where an NVIDIA GPU is found, else cpu."""
+
+    variant: Literal["auto", "cuda", "cpu"] = "cuda"
+
+
+class Recipe(Model):
+    """One target with one drafter (or none)."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    name: Name
+    title: Annotated[str, StringConstraints(min_length=8, max_length=120)]
+    engine: Engine = Engine()
+    target: Checkpoint
+    drafter: Drafter | None = None
+    serve: Serve = Serve()
+    sampling: Sampling | None = None
+    gpu_overrides: tuple[GpuOverride, ...] = ()
+    requires: Requires | None = None
+    expect: Expect | None = None
+    verified: tuple[Verified, ...] | None
+    reported: tuple[Reported, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @property
+    def served_name(self) -> str:
+        """The model name that clients send."""
+        return self.serve.served_model_name or self.name
+
+
+_OPERATORS = {
+    ">=": lambda a, b: a >= b,
+    "<=": lambda a, b: a <= b,
+    "==": lambda a, b: a == b,
+    ">": lambda a, b: a > b,
+    "<": lambda a, b: a < b,
+}
+
+
+def parse_comparisons(text: str) -> list[tuple[str, float]]:
+    """Split `>=8.0,<8.9` into operators and numbers; a bare number means equality.
+
+    Raises:
+        ValueError: a part is not a comparison.
+    """
+    out: list[tuple[str, float]] = []
+    for raw in text.split(","):
+        part = raw.strip()
+        operator = next((op for op in _OPERATORS if part.startswith(op)), "==")
+        number = part.removeprefix(operator).strip()
+        try:
+            out.append((operator, float(number)))
+        except ValueError:
+            raise ValueError(f"{raw!r} is not a comparison such as '>=8.0' or '<8.9'") from None
+    return out
+
+
+def holds(text: str, value: float) -> bool:
+    """Whether `value` satisfies every comparison in `text`."""
+    return all(_OPERATORS[operator](value, number) for operator, number in parse_comparisons(text))
