@@ -1,6 +1,7 @@
 """Where things live on the user's machine, in one place.
 
-Cache (may be deleted): engine environments, overlays. State (what runs): one directory a served recipe, keys, locks.
+Cache (may be deleted): engine environments, overlays.
+State (what runs): one directory a served recipe, keys, locks.
 """
 
 from __future__ import annotations

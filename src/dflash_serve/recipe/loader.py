@@ -65,7 +65,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def read_yaml(path: Path) -> Document:
-    """One YAML file as a mapping with positions. No aliases, no duplicate keys, no other types than YAML's own.
+    """One YAML file as a mapping with positions: no duplicate keys, no merge keys, YAML's own types only.
 
     Raises:
         RecipeError: unreadable, too large, not UTF-8, not YAML, or not a mapping.
@@ -103,10 +103,20 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
         ) from None
     except yaml.YAMLError as exc:
         raise RecipeError(f"{path.name} is not valid YAML: {exc}", where=str(path)) from None
-    except (ValueError, TypeError, OverflowError, RecursionError, KeyError, IndexError, AttributeError) as exc:
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        KeyError,
+        IndexError,
+        AttributeError,
+    ) as exc:
         # Scalars such as 2026-13-45 or 0x pass the scanner and fail in PyYAML's constructors.
         reason = "nested too deeply" if isinstance(exc, RecursionError) else str(exc)
-        raise RecipeError(f"{path.name} holds a value that cannot be read: {reason}", where=str(path)) from None
+        raise RecipeError(
+            f"{path.name} holds a value that cannot be read: {reason}", where=str(path)
+        ) from None
     if not isinstance(data, dict):
         kind = "empty" if data is None else type(data).__name__
         raise RecipeError(f"{path.name} must be a mapping of keys to values, not {kind}", where=f"{path}:1")
@@ -161,7 +171,9 @@ def _index(node: yaml.Node, key: Key, lines: dict[Key, int], path: Path) -> None
             if not isinstance(name, yaml.ScalarNode):
                 raise RecipeError("a key must be a plain word", where=_at(path, name))
             if name.tag == "tag:yaml.org,2002:merge":
-                raise RecipeError("merge keys are not used in recipes", where=_at(path, name), fix="use extends")
+                raise RecipeError(
+                    "merge keys are not used in recipes", where=_at(path, name), fix="use extends"
+                )
             if name.value in seen:
                 raise RecipeError(f"key {name.value!r} stands twice", where=_at(path, name))
             seen.add(name.value)
@@ -216,8 +228,10 @@ def _as_recipe_error(exc: ValidationError, chain: list[Document]) -> RecipeError
 
 def _is_union_tag(part: str | int, chain: list[Document]) -> bool:
     """Pydantic puts the name of a union's member into the location: it is no key of the file."""
-    return isinstance(part, str) and not any(part in key for document in chain for key in document.lines) and (
-        "[" in part or part in {"int", "float", "str", "bool"}
+    return (
+        isinstance(part, str)
+        and not any(part in key for document in chain for key in document.lines)
+        and ("[" in part or part in {"int", "float", "str", "bool"})
     )
 
 

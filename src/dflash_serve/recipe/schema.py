@@ -54,7 +54,9 @@ class Checkpoint(Model):
     @model_validator(mode="after")
     def _one_place(self) -> Checkpoint:
         if (self.repo is None) == (self.path is None):
-            raise ValueError("give exactly one of repo (on the hub) and path (a directory beside the recipes)")
+            raise ValueError(
+                "give exactly one of repo (on the hub) and path (a directory beside the recipes)"
+            )
         if self.path is not None and self.revision is not None:
             raise ValueError("revision belongs to a hub repo; a path has none")
         return self
@@ -89,7 +91,8 @@ class Serve(Model):
     goal: Goal = Goal.LATENCY
     served_model_name: Annotated[str, StringConstraints(pattern=r"^[\w./:-]{1,128}$")] | None = None
     window: Annotated[int, Field(ge=16, le=16_777_216)] | Literal["auto", "native"] = Field(
-        default="auto", description="Context window in tokens (max_model_len); native is the checkpoint's own."
+        default="auto",
+        description="Context window in tokens (max_model_len); native is the checkpoint's own.",
     )
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Auto = "auto"
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | Auto = "auto"
@@ -180,7 +183,9 @@ class Requires(Model):
     """Hard needs, checked before anything starts. Absent for a recipe that runs on the CPU."""
 
     compute_capability: str | None = None
-    gpu_memory_gib: Annotated[float, Field(gt=0)] | None = Field(default=None, description="All GPUs together.")
+    gpu_memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="All GPUs together."
+    )
 
     @model_validator(mode="after")
     def _parses(self) -> Requires:
