@@ -49,11 +49,7 @@ def test_ranges_do_not_overlap_and_cover_the_wheels() -> None:
     table = architecture_table()
     for major in range(7, 13):
         for minor in range(10):
-            hits = [
-                row.name
-                for row in table.architectures
-                if capability_in(row.compute_capability, (major, minor))
-            ]
+            hits = [row.name for row in table.architectures if capability_in(row.compute_capability, (major, minor))]
             assert len(hits) <= 1, (major, minor, hits)
     for capability in table.wheel_sass:
         assert architecture_of(capability).in_wheel

@@ -44,14 +44,10 @@ def hypothetical(spec: str) -> Inventory:
     for part in spec.split(","):
         match = _SPEC.match(part)
         if match is None:
-            raise UsageError(
-                f"--gpu takes a count and a name, not {spec[:60]!r}", fix="for example --gpu 2x5090"
-            )
+            raise UsageError(f"--gpu takes a count and a name, not {spec[:60]!r}", fix="for example --gpu 2x5090")
         count = int(match.group(1) or 1)
         if not 1 <= count <= MAX_GPUS or len(rows) + count > MAX_GPUS:
-            raise UsageError(
-                f"--gpu {spec[:60]}: between 1 and {MAX_GPUS} GPUs", fix="for example --gpu 2x5090"
-            )
+            raise UsageError(f"--gpu {spec[:60]}: between 1 and {MAX_GPUS} GPUs", fix="for example --gpu 2x5090")
         rows += [named_gpu(match.group(2))] * count
     unified = next((row for row in rows if row.unified), None)
     if unified is not None and len(rows) > 1:

@@ -169,7 +169,7 @@ class Inventory(Fact):
 
     Attributes:
         cuda_driver_version: newest CUDA that the driver serves, `13.0`.
-        nvml_error: why no GPU could be asked for; None when NVML answered (even with no GPU).
+        nvml_error: why no GPU could be asked for; None when NVML answered (even with no GPU). nvml_fix: what to do.
         findings: what was odd while reading (notes and warnings, never refusals).
         hypothetical: made from names by `hypothetical()`; nothing can be started on it.
     """
@@ -177,6 +177,7 @@ class Inventory(Fact):
     driver_version: str | None = None
     cuda_driver_version: str | None = None
     nvml_error: str | None = None
+    nvml_fix: str | None = None
     gpus: tuple[Gpu, ...] = ()
     links: tuple[Link, ...] = ()
     host: Host = Field(default_factory=Host)

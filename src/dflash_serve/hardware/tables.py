@@ -147,15 +147,11 @@ class Architecture(Row):
             return Verdict(False, f"{backend} does not run on {self.name} (available: {known})")
         if kv_cache_dtype not in facts.kv_cache_dtypes:
             why = facts.note or f"it takes {', '.join(facts.kv_cache_dtypes)}"
-            return Verdict(
-                False, f"{backend} refuses {kv_cache_dtype} KV on {self.name}: {why}", facts.source
-            )
+            return Verdict(False, f"{backend} refuses {kv_cache_dtype} KV on {self.name}: {why}", facts.source)
         if non_causal and (not facts.non_causal or kv_cache_dtype in facts.non_causal_refuses):
             why = f"{backend} refuses {kv_cache_dtype} KV for non-causal drafter layers"
             return Verdict(False, why, facts.source)
-        return Verdict(
-            True, facts.note or f"{backend} takes {kv_cache_dtype} KV on {self.name}", facts.source
-        )
+        return Verdict(True, facts.note or f"{backend} takes {kv_cache_dtype} KV on {self.name}", facts.source)
 
     def weight_note(self, weight_format: str) -> str | None:
         """What weights of `nvfp4`, `mxfp4` or `fp8` mean here; None when the tensor cores take them."""

@@ -1,0 +1,8 @@
+"""The described machines of tests/hardware serve here too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hardware"))
