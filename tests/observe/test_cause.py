@@ -30,7 +30,8 @@ def test_a_known_failure_wins_over_its_consequences() -> None:
 
 
 def test_an_unknown_failure_is_shown_by_its_own_line() -> None:
-    text = "start\n  File x\nKeyError: 'layers.9.weight'\nRuntimeError: Engine core initialization failed. See root cause above.\n"
+    consequence = "RuntimeError: Engine core initialization failed. See root cause above."
+    text = f"start\n  File x\nKeyError: 'layers.9.weight'\n{consequence}\n"
     cause = cause_in(text)
     assert (cause.text, cause.line) == ("KeyError: 'layers.9.weight'", 3)
 
