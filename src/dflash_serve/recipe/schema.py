@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
+
+def _no_number(value: Any) -> Any:
+    """Pydantic reads a bare number as seconds since 1970: `date: 2026` must not pass."""
+    if isinstance(value, bool | int | float):
+        raise ValueError("a date is written 2026-11-30")
+    return value
+
+
+# YAML tells 4 from "4" and from yes; a recipe that mixes them up is wrong, so nothing is converted.
+Int = Annotated[int, Strict()]
+Number = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
+Day = Annotated[date, BeforeValidator(_no_number)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]{0,79}$")]
 RepoId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")]
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
@@ -19,7 +42,7 @@ Auto = Literal["auto"]
 class Model(BaseModel):
     """Base of every recipe part."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True, allow_inf_nan=False)
 
 
 class Method(StrEnum):
@@ -45,8 +68,19 @@ class Checkpoint(Model):
     path: str | None = Field(default=None, description="Directory, relative to recipes/.")
     revision: Revision | None = Field(default=None, description="Commit; null when nobody looked it up yet.")
     quantization: str | None = Field(default=None, description="Label as published, for people.")
-    size_bytes: int | None = Field(default=None, gt=0, description="Bytes as published.")
-    gated: bool = False
+    subdirectory: Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")] | None = Field(
+        default=None, description="Directory inside the repository that holds config.json, when it isn't the root."
+    )
+    size_bytes: Annotated[Int, Field(gt=0, le=2**53)] | None = Field(
+        default=None, description="Bytes of the weight files as published."
+    )
+    native_window: Annotated[Int, Field(ge=16, le=16_777_216)] | None = Field(
+        default=None, description="Tokens, max_position_embeddings as published."
+    )
+    yarn_max_factor: Annotated[Number, Field(gt=1, le=64)] | None = Field(
+        default=None, description="Largest YaRN factor that the publisher documents; null: none."
+    )
+    gated: Flag = False
     license: str | None = None
     sources: tuple[Url, ...] = ()
     notes: tuple[str, ...] = ()
@@ -54,9 +88,7 @@ class Checkpoint(Model):
     @model_validator(mode="after")
     def _one_place(self) -> Checkpoint:
         if (self.repo is None) == (self.path is None):
-            raise ValueError(
-                "give exactly one of repo (on the hub) and path (a directory beside the recipes)"
-            )
+            raise ValueError("give exactly one of repo (on the hub) and path (a directory beside the recipes)")
         if self.path is not None and self.revision is not None:
             raise ValueError("revision belongs to a hub repo; a path has none")
         return self
@@ -67,7 +99,10 @@ class Drafter(Model):
 
     method: Method
     checkpoint: Checkpoint | None = None
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=31)] | Auto = Field(
+    block_size: Annotated[Int, Field(ge=2, le=32)] | None = Field(
+        default=None, description="Trained block (bonus + draft tokens) as published; the checkpoint's config wins."
+    )
+    num_speculative_tokens: Annotated[Int, Field(ge=1, le=31)] | Auto = Field(
         default="auto", description="Draft tokens a step; auto is block size - 1 for the DFlash family."
     )
     sampling: Literal["greedy", "probabilistic"] = "greedy"
@@ -90,22 +125,22 @@ class Serve(Model):
 
     goal: Goal = Goal.LATENCY
     served_model_name: Annotated[str, StringConstraints(pattern=r"^[\w./:-]{1,128}$")] | None = None
-    window: Annotated[int, Field(ge=16, le=16_777_216)] | Literal["auto", "native"] = Field(
+    window: Annotated[Int, Field(ge=16, le=16_777_216)] | Literal["auto", "native"] = Field(
         default="auto",
         description="Context window in tokens (max_model_len); native is the checkpoint's own.",
     )
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Auto = "auto"
-    max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | Auto = "auto"
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] | Auto = "auto"
-    gpu_memory_utilization: Annotated[float, Field(gt=0.05, le=0.99)] | Auto = "auto"
+    max_num_seqs: Annotated[Int, Field(ge=1, le=4096)] | Auto = "auto"
+    max_num_batched_tokens: Annotated[Int, Field(ge=16, le=1_048_576)] | Auto = "auto"
+    tensor_parallel_size: Annotated[Int, Field(ge=1, le=64)] | Auto = "auto"
+    gpu_memory_utilization: Annotated[Number, Field(gt=0.05, le=0.99)] | Auto = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     kv_cache_dtype: str | Auto = "auto"
     ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention_backend: str | Auto = "auto"
-    prefix_caching: bool = True
-    enforce_eager: bool | Auto = "auto"
-    prompt_logprobs: bool = Field(default=True, description="Keep head room for prompt_logprobs requests.")
-    text_only: bool = Field(default=False, description="Do not load the vision tower.")
+    prefix_caching: Flag = True
+    enforce_eager: Flag | Auto = "auto"
+    prompt_logprobs: Flag = Field(default=True, description="Keep head room for prompt_logprobs requests.")
+    text_only: Flag = Field(default=False, description="Do not load the vision tower.")
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
 
@@ -113,19 +148,19 @@ class Serve(Model):
 class Sampling(Model):
     """Sampling defaults the model card asks for; they become the server's default generation config."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] | None = None
 
 
 class Band(Model):
     """A closed range."""
 
-    min: float
-    max: float
+    min: Number
+    max: Number
 
     @model_validator(mode="after")
     def _ordered(self) -> Band:
@@ -149,24 +184,56 @@ class When(Model):
     compute_capability: str | None = None
     gpu_count: str | None = None
     memory_gib: str | None = Field(default=None, description="Memory of the smallest GPU, GiB.")
-    unified_memory: bool | None = None
+    unified_memory: Flag | None = None
+    wsl2: Flag | None = Field(default=None, description="The host is a Linux under Windows (WSL2).")
 
     @model_validator(mode="after")
     def _something(self) -> When:
-        if not self.model_fields_set:
+        if all(getattr(self, name) is None for name in type(self).model_fields):
             raise ValueError("an empty condition is always true: put the values in serve instead")
         for name in ("compute_capability", "gpu_count", "memory_gib"):
             if (text := getattr(self, name)) is not None:
                 parse_comparisons(text)
         return self
 
+    def holds_for(
+        self,
+        *,
+        compute_capability: float,
+        gpu_count: int,
+        memory_gib: float,
+        unified_memory: bool = False,
+        wsl2: bool = False,
+    ) -> bool:
+        """Whether every stated condition is true.
+
+        Args:
+            compute_capability: of the GPUs, as a number: 8.6, 12.0.
+            gpu_count: GPUs that would serve.
+            memory_gib: total memory of the smallest one, GiB.
+            unified_memory: the GPU shares the host's memory (GB10).
+            wsl2: the host is WSL2.
+        """
+        numbers = {
+            "compute_capability": compute_capability,
+            "gpu_count": float(gpu_count),
+            "memory_gib": memory_gib,
+        }
+        for name, value in numbers.items():
+            text = getattr(self, name)
+            if text is not None and not holds(text, value):
+                return False
+        return (self.unified_memory is None or self.unified_memory == unified_memory) and (
+            self.wsl2 is None or self.wsl2 == wsl2
+        )
+
 
 class GpuOverride(Model):
     """Values for one class of GPUs, as data."""
 
     when: When
-    serve: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=31)] | None = None
+    serve: dict[str, Flag | Int | Number | str] = Field(default_factory=dict)
+    num_speculative_tokens: Annotated[Int, Field(ge=1, le=31)] | None = None
     reason: str
     source: Url | None = None
 
@@ -175,7 +242,12 @@ class GpuOverride(Model):
         for key, value in self.serve.items():
             if key not in Serve.model_fields:
                 raise ValueError(f"serve has no key {key!r}")
-            Serve.model_validate({key: value})
+            try:
+                Serve.model_validate({key: value})
+            except ValidationError as exc:
+                raise ValueError(f"serve.{key}: {exc.errors()[0]['msg']}") from None
+        if not self.serve and self.num_speculative_tokens is None:
+            raise ValueError("an override that changes nothing: give serve or num_speculative_tokens")
         return self
 
 
@@ -183,9 +255,7 @@ class Requires(Model):
     """Hard needs, checked before anything starts. Absent for a recipe that runs on the CPU."""
 
     compute_capability: str | None = None
-    gpu_memory_gib: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="All GPUs together."
-    )
+    gpu_memory_gib: Annotated[Number, Field(gt=0)] | None = Field(default=None, description="All GPUs together.")
 
     @model_validator(mode="after")
     def _parses(self) -> Requires:
@@ -198,10 +268,10 @@ class Verified(Model):
     """A run that somebody made with this project."""
 
     hardware: str
-    date: date
+    date: Day
     vllm: VllmVersion
     command: str
-    figures: dict[str, float | int | str]
+    figures: dict[str, Int | Number | str]
     notes: tuple[str, ...] = ()
 
 
@@ -209,7 +279,7 @@ class Reported(Model):
     """A figure that somebody published."""
 
     figure: str
-    value: float | int | str
+    value: Int | Number | str
     hardware: str | None = None
     url: Url | None = None
     notes: str | None = None
@@ -239,7 +309,7 @@ class Recipe(Model):
     reported: tuple[Reported, ...] = ()
     notes: tuple[str, ...] = ()
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(serialize_by_alias=True)
 
     @property
     def served_name(self) -> str:
@@ -267,10 +337,9 @@ def parse_comparisons(text: str) -> list[tuple[str, float]]:
         part = raw.strip()
         operator = next((op for op in _OPERATORS if part.startswith(op)), "==")
         number = part.removeprefix(operator).strip()
-        try:
-            out.append((operator, float(number)))
-        except ValueError:
-            raise ValueError(f"{raw!r} is not a comparison such as '>=8.0' or '<8.9'") from None
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", number, re.ASCII):
+            raise ValueError(f"{raw[:40]!r} is not a comparison such as '>=8.0' or '<8.9'")
+        out.append((operator, float(number)))
     return out
 
 
