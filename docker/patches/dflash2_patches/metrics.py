@@ -1,0 +1,104 @@
+"""What vLLM counts about drafting and doesn't export, plus which patches are in force.
+
+Loaded by vLLM in the front end through the entry-point group `vllm.stat_logger_plugins`. Names start with
+`dflash:`: vLLM unregisters every collector that starts with `vllm:` when it makes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client.registry import Collector
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from dflash2_patches import gate, status
+
+_LABELS = ("model_name", "engine")
+
+
+def lengths(drafts: int, accepted_per_position: Sequence[int]) -> list[int]:
+    """How many drafts had acceptance length 1, 2, ..., k + 1.
+
+    A draft whose first rejected token is at position j is counted at positions 0..j-1, so neighbours differ
+    by the drafts that ended there.
+    """
+    reached = [drafts, *accepted_per_position, 0]
+    return [a - b for a, b in pairwise(reached)]
+
+
+class DraftStatLogger(AggregateStatLoggerBase):
+    """Counters of drafted tokens by position and of verifications by acceptance length; patches as a gauge.
+
+    All counters, so that rates and ratios work over any interval: the mean acceptance length is
+    `sum(rate(length * verifications)) / sum(rate(verifications))` over the label `length`.
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        _unregister()
+        model = vllm_config.model_config.served_model_name
+        self._model = model[0] if isinstance(model, list) else model
+        spec = vllm_config.speculative_config
+        self._tokens = spec.num_speculative_tokens if spec is not None else 0
+        self._engines = engine_indexes
+        self._drafted = Counter(
+            "dflash:spec_decode_num_draft_tokens_per_pos",
+            "Draft tokens proposed at each draft position.",
+            (*_LABELS, "position"),
+        )
+        self._lengths = Counter(
+            "dflash:spec_decode_verifications",
+            "Verified drafts by acceptance length (accepted draft tokens + 1).",
+            (*_LABELS, "length"),
+        )
+        for engine in engine_indexes:
+            for position in range(self._tokens):
+                self._drafted.labels(self._model, engine, position)
+                self._lengths.labels(self._model, engine, position + 1)
+            if self._tokens:
+                self._lengths.labels(self._model, engine, self._tokens + 1)
+        self._patches = Gauge(
+            "dflash:patch_info",
+            "1 for every patch and its outcome on this vLLM.",
+            ("patch", "outcome", "vllm_version"),
+            multiprocess_mode="mostrecent",
+        )
+        self._fallback = Gauge(
+            "dflash:topk_fallback",
+            "1 when FlashInfer's top-k failed its trial and torch.topk is used.",
+            multiprocess_mode="mostrecent",
+        )
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Add one scheduler step's drafts."""
+        stats = getattr(scheduler_stats, "spec_decoding_stats", None)
+        if stats is None:
+            return
+        for position, count in enumerate(stats.num_draft_tokens_per_pos):
+            if count:
+                self._drafted.labels(self._model, engine_idx, position).inc(count)
+        for index, count in enumerate(lengths(stats.num_drafts, stats.num_accepted_tokens_per_pos)):
+            if count > 0:
+                self._lengths.labels(self._model, engine_idx, index + 1).inc(count)
+
+    def log_engine_initialized(self) -> None:
+        """Workers are up: export the patches and what the workers found."""
+        report = gate.enforce()
+        for patch in report.patches:
+            self._patches.labels(patch.id, patch.outcome, report.version or "").set(1)
+        self._fallback.set(status.read("topk_fallback") is not None)
+
+
+def _unregister() -> None:
+    """Drop our collectors of an earlier engine in this process; Prometheus refuses a second of a name."""
+    held: dict[Collector, list[str]] = REGISTRY._collector_to_names
+    for collector in [c for c in held if getattr(c, "_name", "").startswith("dflash:")]:
+        REGISTRY.unregister(collector)
