@@ -33,6 +33,7 @@ class Rope:
     mrope_interleaved: bool = False
     written_in: str = "rope_parameters"  # key path inside config.json
     per_layer_type: bool = False  # rope_parameters nests one object a layer type
+    type_keys: tuple[str, ...] = ("rope_type",)  # keys that name the type; transformers 4 wrote `type`
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ def read_rope(text: Section, prefix: str = "") -> Rope:
         mrope_interleaved=section.boolean("mrope_interleaved"),
         written_in=f"{prefix}{name}",
         per_layer_type=per_layer,
+        type_keys=("rope_type", "type") if section.get("type") is not None else ("rope_type",),
     )
 
 

@@ -1,0 +1,8 @@
+"""The maker of sparse snapshots is shared with tests/checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoint"))
