@@ -1,0 +1,66 @@
+"""How many CUDA graphs vLLM captures, by its rule for capture sizes (config/vllm.py, 0.31 to 0.33)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LARGEST = 512
+LARGEST_SM100 = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCount:
+    """Graphs of each kind; `total` is what the memory estimate counts."""
+
+    piecewise: int
+    full: int
+    draft: int
+
+    @property
+    def total(self) -> int:
+        return self.piecewise + self.full + self.draft
+
+
+def capture_sizes(
+    max_num_seqs: int, draft_tokens: int, max_num_batched_tokens: int, largest: int = LARGEST
+) -> tuple[int, ...]:
+    """Token counts that are captured, ascending."""
+    width = draft_tokens + 1
+    limit = min(max_num_seqs * width * 2, largest, max_num_batched_tokens)
+    sizes = {size for size in (1, 2, 4) if size <= limit}
+    sizes |= set(range(8, min(limit + 1, 256), 8)) | set(range(256, limit + 1, 16))
+    if max_num_batched_tokens <= limit:
+        sizes.add(max_num_batched_tokens)
+    if width > 1:
+        sizes |= {n * width for n in _request_counts(min(max_num_seqs, largest)) if n * width <= limit}
+    elif max_num_seqs <= limit:
+        sizes.add(max_num_seqs)
+    return tuple(sorted(sizes))
+
+
+def graph_count(
+    max_num_seqs: int,
+    draft_tokens: int,
+    max_num_batched_tokens: int,
+    *,
+    widths: tuple[int, ...] = (),
+    largest: int = LARGEST,
+) -> GraphCount:
+    """Graphs of one server: one piecewise graph a size, one full graph a decodable size and draft width.
+
+    Args:
+        widths: draft lengths of a schedule (each has full graphs of its own); empty for a constant k.
+    """
+    sizes = capture_sizes(max_num_seqs, draft_tokens, max_num_batched_tokens, largest)
+    full = draft = 0
+    for k in widths or (draft_tokens,):
+        decodes = {-(-size // (k + 1)) for size in sizes if -(-size // (k + 1)) <= max_num_seqs}
+        full += len(decodes)
+        if k:
+            draft += len(decodes)
+    return GraphCount(len(sizes), full, draft)
+
+
+def _request_counts(most: int) -> set[int]:
+    counts = {n for n in (1, 2, 4) if n <= most} | {most}
+    return counts | set(range(8, min(most + 1, 256), 8)) | set(range(256, most + 1, 16))

@@ -1,0 +1,30 @@
+"""Data files of this room: YAML beside the code, checked by a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
+TableT = TypeVar("TableT", bound=BaseModel)
+# libyaml is ten times as fast where PyYAML has it.
+_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Row(BaseModel):
+    """Base of every table's parts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def read_table(name: str, model: type[TableT]) -> TableT:
+    """The table of that file name.
+
+    Raises:
+        pydantic.ValidationError: a row that the model does not take (a mistake in this package).
+    """
+    path = Path(__file__).with_name(name)
+    return model.model_validate(yaml.load(path.read_bytes(), Loader=_LOADER))  # noqa: S506
