@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from dflash_serve.errors import RecipeError
 from dflash_serve.recipe.schema import Recipe
 
-MAX_BYTES = 256 * 1024
+MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
 
 Key = tuple[str | int, ...]
@@ -34,15 +34,23 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without anchors: a few aliases expand without bound, and recipes have `extends`."""
+    """SafeLoader without deep nesting and anchors: a few aliases expand without bound, and there is `extends`."""
+
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise yaml.composer.ComposerError(
-                None, None, "anchors and aliases are not used in recipes", event.start_mark
-            )
-        return super().compose_node(parent, index)
+            problem = "anchors and aliases are not used in recipes"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        if self.depth > MAX_DEPTH:
+            problem = f"nested more than {MAX_DEPTH} levels"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
 
 def read_yaml(path: Path) -> Document:
@@ -91,10 +99,9 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
         ) from None
     except yaml.YAMLError as exc:
         raise RecipeError(f"{path.name} is not valid YAML: {exc}", where=str(path)) from None
-    except (ValueError, TypeError, OverflowError, RecursionError, KeyError, IndexError, AttributeError) as exc:
+    except (ValueError, TypeError, OverflowError, KeyError, IndexError, AttributeError) as exc:
         # Scalars such as 2026-13-45 or 0x pass the scanner and fail in PyYAML's constructors.
-        reason = "nested too deeply" if isinstance(exc, RecursionError) else str(exc)
-        raise RecipeError(f"{path.name} holds a value that cannot be read: {reason}", where=str(path)) from None
+        raise RecipeError(f"{path.name} holds a value that cannot be read: {exc}", where=str(path)) from None
     if not isinstance(data, dict):
         kind = "empty" if data is None else type(data).__name__
         raise RecipeError(f"{path.name} must be a mapping of keys to values, not {kind}", where=f"{path}:1")
@@ -102,8 +109,6 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
 
 
 def _index(node: yaml.Node, key: Key, lines: dict[Key, int], path: Path) -> None:
-    if len(key) > MAX_DEPTH:
-        raise RecipeError(f"{path.name} is nested more than {MAX_DEPTH} levels", where=_at(path, node))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for name, value in node.value:
@@ -142,7 +147,10 @@ def where(chain: list[Document], key: Key) -> str:
 def as_recipe_error(exc: ValidationError, chain: list[Document]) -> RecipeError:
     """The first thing that pydantic found, in the words of the file, and how many more there are."""
     found: dict[Key, list[Any]] = {}
-    for error in exc.errors(include_url=False, include_context=False):
+    # A misspelled key is also a missing one: the former is the cause.
+    ordered = exc.errors(include_url=False, include_context=False)
+    ordered.sort(key=lambda error: error["type"] != "extra_forbidden")
+    for error in ordered:
         found.setdefault(_key_in_file(error["loc"], error["type"], chain), []).append(error)
     key, errors = next(iter(found.items()))
     first = errors[0]
