@@ -6,10 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from dflash2_patches import gate, records
 
-PATCHES = ROOT / "docker" / "patches" / "dflash2_patches" / "patches"
+PATCHES = Path(records.__file__).parents[1] / "patches"
 RECORDS = records.load()
 
 
