@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash_serve.errors import RecipeError
 from dflash_serve.findings import Finding
 from dflash_serve.fsio import atomic_write
 
 Scalar = bool | int | float | str | None
+Variant = Literal["cuda", "cpu"]
 
 
 class Part(BaseModel):
@@ -39,13 +40,15 @@ class ModelRef(Part):
 
     Attributes:
         repo, revision: on the hub; None for a local directory.
-        snapshot: directory that holds the weights.
+        snapshot: directory that holds the weights, once they are fetched.
+        present: whether they were there when the plan was made.
         served_from: what the engine is given: the snapshot, or an overlay of it.
     """
 
     repo: str | None = None
     revision: str | None = None
     snapshot: str | None = None
+    present: bool = True
     served_from: str
     architecture: str | None = None
 
@@ -59,14 +62,19 @@ class DrafterRef(ModelRef):
 
 
 class OverlayDecision(Part):
-    """Whether an overlay is built, and why (not). `path` is the content-addressed directory it will have."""
+    """Whether an overlay is built, and why (not).
+
+    Attributes:
+        path: the content-addressed directory that it will have; None when it isn't needed.
+        spec: what the builder takes.
+    """
 
     kind: Literal["target", "drafter"]
     needed: bool
     reason: str
     path: str | None = None
     source: str | None = None
-    changes: dict[str, Any] = Field(default_factory=dict)
+    spec: dict[str, Any] | None = None
 
 
 class PatchDecision(Part):
@@ -109,7 +117,7 @@ class EngineChoice(Part):
         environment: digest of lock and patches; names the native environment or the image.
     """
 
-    variant: Literal["cuda", "cpu"]
+    variant: Variant
     runtime: Literal["native", "docker"]
     vllm_version: str
     distribution: str

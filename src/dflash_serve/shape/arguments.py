@@ -22,6 +22,7 @@ class Endpoint:
     Attributes:
         target: directory or overlay that the engine is given; `drafter` likewise, None without one.
         entry: `serve` for `vllm serve MODEL ...`, `module` for `python -m vllm.entrypoints.openai.api_server`.
+        drain_seconds: what requests in flight get when the server is asked to stop; None leaves vLLM's 0.
     """
 
     target: str
@@ -30,6 +31,7 @@ class Endpoint:
     port: int
     served_model_name: str
     entry: Literal["serve", "module"] = "serve"
+    drain_seconds: int | None = None
 
 
 def arguments(shape: ServingShape, recipe: Recipe, endpoint: Endpoint) -> tuple[str, ...]:
@@ -56,6 +58,8 @@ def arguments(shape: ServingShape, recipe: Recipe, endpoint: Endpoint) -> tuple[
     if shape.drafting:
         out += ["--speculative-config", compact(speculative_config(shape, endpoint.drafter))]
     out += _recipe(recipe)
+    if endpoint.drain_seconds is not None:
+        out += ["--shutdown-timeout", str(endpoint.drain_seconds)]
     out.append("--no-enable-log-requests")
     return tuple(out)
 

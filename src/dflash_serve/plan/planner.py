@@ -1,0 +1,299 @@
+"""The planner: recipe, machine and checkpoints to one Plan. It reads; it starts and writes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dflash_serve import environment, paths
+from dflash_serve.checkpoint.facts import DrafterFacts
+from dflash_serve.errors import PreflightRefused
+from dflash_serve.findings import Finding, Severity, refuse
+from dflash_serve.hardware.hypothetical import hypothetical
+from dflash_serve.hardware.inventory import read as read_inventory
+from dflash_serve.hardware.model import Inventory
+from dflash_serve.overlay.decide import OverlayDecision as Decided
+from dflash_serve.overlay.decide import decide
+from dflash_serve.overlay.spec import SnapshotSource, overlay_path
+from dflash_serve.overlay.validate import validate_pair
+from dflash_serve.plan import model
+from dflash_serve.plan.patches import patch_decisions
+from dflash_serve.plan.prospects import expectations
+from dflash_serve.recipe import catalogue
+from dflash_serve.recipe.schema import Checkpoint, Recipe
+from dflash_serve.shape.arguments import Endpoint, arguments
+from dflash_serve.shape.arguments import environment as shape_environment
+from dflash_serve.shape.choose import choose
+from dflash_serve.shape.cpu import choose_cpu
+from dflash_serve.shape.lookup import Pair, expected_directory, pair_of
+from dflash_serve.shape.model import ServingShape
+from dflash_serve.version import __version__
+
+# How the server is started. `vllm serve` needs package metadata named vllm, which the CPU build does not have.
+ENTRY = {
+    "cpu": ("-m", "vllm.entrypoints.openai.api_server"),
+    "cuda": ("-m", "vllm.entrypoints.cli.main", "serve"),
+}
+# Requests in flight get this long when the server is asked to stop.
+DRAIN_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        gpu: `2x5090` to plan for GPUs that aren't here; None for this machine.
+        overrides: `--set` values.
+    """
+
+    name: str
+    gpu: str | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    no_drafter: bool = False
+    forced: tuple[str, ...] = ()
+
+
+def make_plan(request: Request) -> model.Plan:
+    """Decide everything.
+
+    Raises:
+        RecipeError, CheckpointError, UsageError: an input is off.
+        PreflightRefused: this machine can't serve the recipe at all.
+    """
+    recipe = catalogue.find(request.name)
+    if request.no_drafter:
+        recipe = recipe.model_copy(update={"drafter": None, "expect": None})
+    inventory = hypothetical(request.gpu) if request.gpu else read_inventory()
+    variant = _variant(recipe, inventory)
+    spec = environment.spec_for(variant)
+    pair = pair_of(recipe)
+    findings = list(validate_pair(pair.target, pair.drafter)) if pair.drafter else []
+    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request.overrides)
+    findings += shape.findings
+    overlays = _overlays(recipe, pair, shape, spec.vllm_version)
+    findings += [finding for overlay in overlays for finding in overlay.findings]
+    if any(finding.severity is Severity.REFUSE and finding.id not in request.forced for finding in findings):
+        raise PreflightRefused([f for f in findings if f.id not in request.forced])
+    target, drafter = _references(recipe, pair, shape, overlays)
+    served_name = recipe.served_name
+    endpoint = Endpoint(
+        target=target.served_from,
+        drafter=drafter.served_from if drafter else None,
+        host=request.host,
+        port=request.port,
+        served_model_name=served_name,
+        entry="module" if variant == "cpu" else "serve",
+        drain_seconds=DRAIN_SECONDS,
+    )
+    return model.Plan(
+        tool_version=__version__,
+        recipe=recipe.name,
+        recipe_title=recipe.title,
+        engine=model.EngineChoice(
+            variant=variant,
+            runtime="native",
+            vllm_version=spec.vllm_version,
+            distribution=spec.distribution,
+            entry=ENTRY[variant],
+            environment=spec.digest[:16],
+            reason=_why_variant(recipe, inventory, variant),
+        ),
+        hardware=_hardware(inventory, shape, hypothetical=request.gpu is not None),
+        target=target,
+        drafter=drafter,
+        shape={key: _decision(shape, key) for key in shape.values},
+        memory=_memory(shape),
+        overlays=tuple(_overlay(decided) for decided in overlays),
+        patches=patch_decisions(spec.vllm_version),
+        server=model.Server(
+            host=request.host,
+            port=request.port,
+            served_model_name=served_name,
+            key_file=str(paths.run_dir(recipe.name) / "api.key"),
+        ),
+        environment=_environment(shape, inventory),
+        argv=arguments(shape, recipe, endpoint),
+        expectations=expectations(recipe, shape),
+        findings=tuple(findings),
+        forced=request.forced,
+    )
+
+
+def _variant(recipe: Recipe, inventory: Inventory) -> model.Variant:
+    wanted = recipe.engine.variant
+    gpus = [gpu for gpu in inventory.gpus if gpu.healthy]
+    if wanted == "auto":
+        return "cuda" if gpus else "cpu"
+    if wanted == "cuda" and not gpus:
+        raise PreflightRefused([no_gpu(recipe, inventory)])
+    return wanted
+
+
+def no_gpu(recipe: Recipe, inventory: Inventory) -> Finding:
+    """The finding for a GPU recipe on a machine without one."""
+    needs = recipe.requires
+    memory = f" with {needs.gpu_memory_gib:g} GiB in all" if needs and needs.gpu_memory_gib else ""
+    capability = f" of compute capability {needs.compute_capability}" if needs and needs.compute_capability else ""
+    return refuse(
+        "no-gpu",
+        f"{recipe.name} needs NVIDIA GPUs{memory}{capability}, and this machine has none that can be used",
+        where=inventory.nvml_error or "",
+        fix="serve what runs here: ./start.sh tiny; or see the plan for other GPUs: "
+        f"dflash-serve plan {recipe.name} --gpu 2x5090",
+    )
+
+
+def _why_variant(recipe: Recipe, inventory: Inventory, variant: str) -> str:
+    if recipe.engine.variant != "auto":
+        return "the recipe asks for it"
+    if variant == "cuda":
+        return f"{len(inventory.gpus)} NVIDIA GPU(s) found"
+    return "no NVIDIA GPU found"
+
+
+def _shape(
+    recipe: Recipe,
+    pair: Pair,
+    inventory: Inventory,
+    variant: str,
+    vllm_version: str,
+    overrides: Mapping[str, str],
+) -> ServingShape:
+    if variant == "cpu":
+        ram = inventory.host.memory_limit or inventory.host.ram_total or 0
+        return choose_cpu(
+            recipe, pair.target, pair.drafter, ram_bytes=ram, vllm_version=vllm_version, overrides=overrides
+        )
+    return choose(
+        recipe,
+        pair.target,
+        pair.drafter,
+        inventory,
+        vllm_version=vllm_version,
+        overrides=overrides,
+        target_dir=pair.target_dir,
+        drafter_dir=pair.drafter_dir,
+    )
+
+
+def _overlays(recipe: Recipe, pair: Pair, shape: ServingShape, vllm_version: str) -> list[Decided]:
+    drafting = shape.drafting and pair.drafter is not None
+    return decide(
+        pair.target,
+        pair.drafter if drafting else None,
+        shape.integer("window"),
+        vllm_version,
+        target_source=_source(recipe.target),
+        drafter_source=_source(recipe.drafter.checkpoint) if drafting and recipe.drafter else None,
+    )
+
+
+def _source(checkpoint: Checkpoint | None) -> SnapshotSource:
+    assert checkpoint is not None
+    return SnapshotSource(expected_directory(checkpoint), checkpoint.repo, checkpoint.revision)
+
+
+def _references(
+    recipe: Recipe, pair: Pair, shape: ServingShape, overlays: list[Decided]
+) -> tuple[model.ModelRef, model.DrafterRef | None]:
+    places = {decided.kind: overlay_path(decided.spec, paths.overlays_home()) for decided in overlays if decided.spec}
+    snapshot = expected_directory(recipe.target)
+    target = model.ModelRef(
+        repo=recipe.target.repo,
+        revision=recipe.target.revision,
+        snapshot=str(snapshot),
+        present=pair.target_dir is not None,
+        served_from=str(places.get("target", snapshot)),
+        architecture=pair.target.architecture,
+    )
+    if not shape.drafting or recipe.drafter is None or recipe.drafter.checkpoint is None:
+        return target, None
+    facts: DrafterFacts | None = pair.drafter
+    checkpoint = recipe.drafter.checkpoint
+    place = expected_directory(checkpoint)
+    return target, model.DrafterRef(
+        repo=checkpoint.repo,
+        revision=checkpoint.revision,
+        snapshot=str(place),
+        present=pair.drafter_dir is not None,
+        served_from=str(places.get("drafter", place)),
+        architecture=facts.architecture if facts else None,
+        method=recipe.drafter.method.value,
+        num_speculative_tokens=shape.integer("num_speculative_tokens"),
+        block_size=facts.block_size if facts else None,
+    )
+
+
+def _hardware(inventory: Inventory, shape: ServingShape, *, hypothetical: bool) -> model.Hardware:
+    host = inventory.host
+    chosen = [gpu for gpu in inventory.gpus if gpu.index in shape.gpus]
+    return model.Hardware(
+        cpu_cores=host.cpu_cores or os.cpu_count() or 1,
+        ram_bytes=host.ram_total or 0,
+        gpus=tuple(
+            model.GpuRef(
+                index=gpu.index,
+                name=gpu.name,
+                uuid=gpu.uuid,
+                compute_capability=gpu.compute_capability or "",
+                memory_bytes=inventory.usable_bytes(gpu),
+            )
+            for gpu in chosen
+        ),
+        hypothetical=hypothetical,
+    )
+
+
+def _decision(shape: ServingShape, key: str) -> model.Decision:
+    decision = shape.values[key]
+    return model.Decision(value=decision.value, reason=decision.reason, source=decision.source)
+
+
+def _memory(shape: ServingShape) -> model.MemoryBudget | None:
+    budget = shape.budget
+    if budget is None:
+        return None
+    return model.MemoryBudget(
+        gpu_bytes=budget.gpu_bytes,
+        parts=tuple(model.MemoryPart(name=part.name, bytes=part.bytes, formula=part.formula) for part in budget.parts),
+        kv_pool_tokens=budget.kv_pool_tokens,
+        full_windows=round(budget.max_full_windows, 3),
+    )
+
+
+def _overlay(decided: Decided) -> model.OverlayDecision:
+    spec = decided.spec
+    return model.OverlayDecision(
+        kind=decided.kind,
+        needed=decided.needed,
+        reason=decided.reason,
+        path=str(overlay_path(spec, paths.overlays_home())) if spec else None,
+        source=decided.url,
+        spec=spec.as_dict() if spec else None,
+    )
+
+
+def _environment(shape: ServingShape, inventory: Inventory) -> dict[str, str]:
+    """Variables of the engine's process. The engine is offline: what it loads lies on this machine already."""
+    out = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+        **shape_environment(shape),
+    }
+    if shape.variant == "cpu":
+        # DFlash2 needs the V2 runner, the V2 runner needs Triton, and Triton has no CPU back end but its interpreter.
+        out["TRITON_INTERPRET"] = "1"
+        out["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        chosen = [gpu for gpu in inventory.gpus if gpu.index in shape.gpus]
+        out["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        out["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid or str(gpu.index) for gpu in chosen)
+        if inventory.host.wsl:
+            out["VLLM_WSL2_ENABLE_PIN_MEMORY"] = "1"
+    return out
