@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.shape.kv_groups import CacheLayout
 from dflash_serve.shape.kv_pages import ceil_div
-from dflash_serve.shape.memory import MemoryBudget, Shape, activation_peak, highest_utilization, memory_budget
+from dflash_serve.shape.memory import MemoryBudget, Shape, highest_utilization, memory_budget
 from dflash_serve.shape.weights import Checkpoints
 
 # A request besides the full window is counted with this many tokens.
@@ -70,8 +70,7 @@ class Sizing:
         if self.utilization is not None:
             fixed = replace(shape, utilization=self.utilization)
             return fixed, self._budget(fixed), ""
-        peak = activation_peak(self.target, self.drafter, shape)[0]
-        value, why = highest_utilization(self.target, shape, self.gpu_bytes, peak, self.free_bytes)
+        value, why = highest_utilization(self.target, self.drafter, shape, self.gpu_bytes, self.free_bytes)
         if self.utilization_cap is not None and self.utilization_cap[0] < value:
             value, why = self.utilization_cap
         best = replace(shape, utilization=value)

@@ -29,6 +29,7 @@ class Constants(Row):
     draft_vectors_per_token: Constant
     draft_buffer_vectors_per_token: Constant
     vision_peak_gib: Constant
+    vision_peak_gib_divided: Constant
     sampler_bytes_per_logit: Constant
     graph_mib: Constant
     runtime_gib_one_gpu: Constant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 LARGEST = 512
 LARGEST_SM100 = 1024
@@ -38,7 +39,30 @@ def capture_sizes(
     return tuple(sorted(sizes))
 
 
+@lru_cache(maxsize=256)
 def graph_count(
+    max_num_seqs: int,
+    draft_tokens: int,
+    max_num_batched_tokens: int,
+    *,
+    widths: tuple[int, ...] = (),
+    largest: int = LARGEST,
+) -> GraphCount:
+    """Graphs to keep memory for: those of `exact_count`, or of a smaller server where those are more.
+
+    A count of sequences off vLLM's grid has sizes of its own, so 126 sequences can have a graph more than 128; an
+    estimate that fell there would promise a larger pool for more sequences.
+    """
+    most = GraphCount(0, 0, 0)
+    for n in range(1, max_num_seqs + 1):
+        count = exact_count(n, draft_tokens, max_num_batched_tokens, widths=widths, largest=largest)
+        if count.total >= most.total:
+            most = count
+    return most
+
+
+@lru_cache(maxsize=4096)
+def exact_count(
     max_num_seqs: int,
     draft_tokens: int,
     max_num_batched_tokens: int,

@@ -2,7 +2,7 @@
 
 All groups draw blocks from one pool, so every block is as large as the widest group: a group with fewer layers
 wastes the rest ("padding layers" in vLLM's log). `vllm` is vLLM's own rule of v1/core/kv_cache_planning.py
-(0.24 to 0.33); `balanced` is the rule of our plugin: the group size that costs one full window the fewest bytes.
+(0.24 to 0.33); `balanced` is the rule of our plugin (docker/patches, record `kv-grouping`).
 """
 
 from __future__ import annotations
@@ -165,14 +165,17 @@ def vllm_group_size(sets: tuple[LayerSet, ...]) -> int:
 
 
 def balanced_group_size(sets: tuple[LayerSet, ...]) -> int:
-    """The group size that makes one full window cheapest without more block tables than vLLM's rule makes."""
-    limit = _tables(sets, vllm_group_size(sets))
-    sizes = [g for g in range(1, max(s.layers for s in sets) + 1) if _tables(sets, g) <= limit]
-    return min(sizes, key=lambda g: (g * sum(ceil_div(s.layers, g) * s.blocks for s in sets), -g))
+    """Layers a group by our plugin's rule (its record `kv-grouping`): padding of layers that keep the whole context
+    costs the most and counts first, then padding of the others, then the number of groups.
+    """
+    growing = [layers.layers for layers in sets if layers.role == "full"]
+    bounded = [layers.layers for layers in sets if layers.role != "full"]
+    counts = [*growing, *bounded]
 
+    def waste(size: int) -> tuple[int, int, int]:
+        return sum(-n % size for n in growing), sum(-n % size for n in bounded), -size
 
-def _tables(sets: tuple[LayerSet, ...], size: int) -> int:
-    return sum(ceil_div(layers.layers, size) for layers in sets)
+    return min(range(min(counts), max(counts) + 1), key=waste)
 
 
 def _layer_sets(inputs: CacheInputs) -> tuple[tuple[LayerSet, ...], list[str]]:

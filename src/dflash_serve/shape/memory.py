@@ -152,8 +152,7 @@ def memory_budget(
     graphs = graph_count(
         shape.max_num_seqs, shape.draft_tokens, shape.max_num_batched_tokens, widths=shape.draft_widths
     )
-    reserved = not shape.eager and at_least(shape.vllm_version, "0.29")
-    if reserved:
+    if graphs_reserved(shape, drafter):
         mib = constants().graph_mib.value
         text = f"{graphs.piecewise} piecewise + {graphs.full} full + {graphs.draft} draft graphs x {mib} MiB"
         parts.append(Part("CUDA graphs", int(graphs.total * mib * MIB), text))
@@ -163,7 +162,7 @@ def memory_budget(
     available = shape.kv_cache_bytes if shape.kv_cache_bytes is not None else requested - inside
     parts += _pool(layout, available, requested, shape)
     outside = gpu_bytes - inside - available
-    beyond = _beyond_budget(shape)
+    beyond = beyond_budget(shape, drafter)
     needed = head_room_needed(target, shape, peak)
     parts += _outside(outside, beyond, needed, gpu_bytes, shape)
     return MemoryBudget(
@@ -193,7 +192,7 @@ def head_room_needed(target: TargetFacts, shape: Shape, activation_peak: int) ->
 
 
 def highest_utilization(
-    target: TargetFacts, shape: Shape, gpu_bytes: int, activation_peak: int, free_bytes: int | None
+    target: TargetFacts, drafter: DrafterFacts | None, shape: Shape, gpu_bytes: int, free_bytes: int | None
 ) -> tuple[float, str]:
     """The utilization (two decimals) that leaves the head room, and what bounds it."""
     table = constants()
@@ -201,7 +200,8 @@ def highest_utilization(
     if shape.prompt_logprobs:
         cap = table.utilization_with_prompt_logprobs.value
         why = "a prompt_logprobs request ends a server at 0.94, not at 0.92 (vllm#52883)"
-    needed = _beyond_budget(shape) + head_room_needed(target, shape, activation_peak)
+    peak = activation_peak(target, drafter, shape)[0]
+    needed = beyond_budget(shape, drafter) + head_room_needed(target, shape, peak)
     by_room = int(100 * (1 - needed / gpu_bytes)) / 100
     if by_room < cap:
         cap = by_room
@@ -213,11 +213,16 @@ def highest_utilization(
     return max(cap, 0.01), why
 
 
-def _beyond_budget(shape: Shape) -> int:
+def graphs_reserved(shape: Shape, drafter: DrafterFacts | None) -> bool:
+    """Whether vLLM keeps memory for CUDA graphs: its V2 runner, which block drafters need, did not before 0.29."""
+    return not shape.eager and (drafter is None or at_least(shape.vllm_version, "0.29"))
+
+
+def beyond_budget(shape: Shape, drafter: DrafterFacts | None) -> int:
     """Bytes that a running server takes outside its utilization."""
     table = constants()
     gib = table.beyond_budget_gib.value
-    if not at_least(shape.vllm_version, "0.29") and not shape.eager:
+    if not shape.eager and not graphs_reserved(shape, drafter):
         gib += table.unreserved_graphs_gib.value
     return int(gib * GIB)
 
@@ -271,8 +276,10 @@ def activation_peak(target: TargetFacts, drafter: DrafterFacts | None, shape: Sh
     logit = table.sampler_bytes_per_logit.value
     phases.append((int(rows * vocab * logit), f"sampler: {rows} requests x {vocab} x {logit:.0f} B"))
     if target.vision is not None and not shape.text_only:
-        gib = table.vision_peak_gib.value
-        phases.append((int(gib * GIB), f"vision tower, largest image: {gib} GiB"))
+        whole, divided = table.vision_peak_gib.value, table.vision_peak_gib_divided.value
+        gib = whole + divided / shape.tensor_parallel
+        text = f"vision tower: {whole} GiB + {divided} GiB / TP {shape.tensor_parallel}, its largest image"
+        phases.append((int(gib * GIB), text))
     peak, text = max(phases)
     others = [other.split(":")[0] for _, other in phases if other != text]
     return peak, f"{text} (more than {' and '.join(others)})"

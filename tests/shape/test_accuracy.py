@@ -1,0 +1,43 @@
+"""Predictions against measured and published pools: the goals, and docs/fit.md in step with the data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "make_fit_doc.py"
+
+
+@lru_cache(maxsize=1)
+def rows() -> tuple[dict[str, Any], ...]:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--json"], capture_output=True, text=True, check=True)
+    return tuple(json.loads(done.stdout))
+
+
+def test_at_least_ten_unfitted_rows_within_three_per_cent() -> None:
+    checks = [row for row in rows() if row["role"] == "check"]
+    inside = [row["id"] for row in checks if abs(row["deviation"]) <= 3]
+    assert len(inside) >= 10, inside
+
+
+def test_every_miss_is_explained() -> None:
+    unexplained = [
+        row["id"] for row in rows() if not row["explained"] and (row["deviation"] is None or abs(row["deviation"]) > 3)
+    ]
+    assert unexplained == []
+
+
+def test_h200_within_two_per_cent() -> None:
+    measured = {row["id"]: row["deviation"] for row in rows() if row["id"].startswith("h200-")}
+    assert len(measured) >= 3
+    assert all(abs(off) <= 2 for off in measured.values()), measured
+
+
+def test_the_document_is_what_the_script_writes() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
