@@ -1,0 +1,128 @@
+"""recipes/pins/NAME.yaml: revision, files, sizes and hashes that a recipe's checkpoints must have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from dflash_serve import paths
+from dflash_serve.checkpoint.manifest import FileEntry, Manifest, wanted
+from dflash_serve.errors import CheckpointError, RecipeError
+from dflash_serve.fsio import atomic_write
+from dflash_serve.recipe.schema import Checkpoint, Recipe
+from dflash_serve.recipe.yamlfile import read_yaml
+
+HEADER = "# Written by `dflash-serve pins refresh`: what the hub had when the recipe was pinned.\n"
+
+
+class Pins(BaseModel):
+    """Pinned files of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")]
+    recipe: Annotated[str, StringConstraints(min_length=1)]
+    target: Manifest | None = None
+    drafter: Manifest | None = None
+
+    def of(self, side: Literal["target", "drafter"]) -> Manifest | None:
+        """One side's manifest."""
+        return self.target if side == "target" else self.drafter
+
+
+class Hub(Protocol):
+    """The part of huggingface_hub's HfApi that pins need."""
+
+    def repo_info(self, repo_id: str, *, revision: str | None = None) -> Any:
+        """Has `sha`."""
+
+    def list_repo_tree(self, repo_id: str, *, recursive: bool, revision: str) -> Any:
+        """Yields files with path, size, blob_id and lfs."""
+
+
+def pins_path(recipe: str, directory: Path | None = None) -> Path:
+    """The pin file of a recipe."""
+    return (directory or paths.recipes_dir() / "pins") / f"{recipe}.yaml"
+
+
+def load_pins(recipe: str, directory: Path | None = None) -> Pins | None:
+    """A recipe's pins, or None when nobody pinned it.
+
+    Raises:
+        RecipeError: the file is broken, naming the key.
+    """
+    path = pins_path(recipe, directory)
+    if not path.exists():
+        return None
+    document = read_yaml(path)
+    try:
+        pins = Pins.model_validate(document.data)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        line = document.lines.get(tuple(first["loc"]), 1)
+        key = ".".join(str(part) for part in first["loc"])
+        raise RecipeError(first["msg"].removeprefix("Value error, "), where=f"{path}:{line}: {key}") from None
+    if pins.recipe != recipe:
+        raise RecipeError(f"pins of {pins.recipe!r} in {path.name}", where=str(path))
+    return pins
+
+
+def save_pins(pins: Pins, directory: Path | None = None) -> Path:
+    """Write a pin file; returns its path."""
+    data: dict[str, Any] = {"schema": 1, "recipe": pins.recipe}
+    for side in ("target", "drafter"):
+        manifest = pins.of(side)
+        if manifest is not None:
+            data[side] = manifest.as_dict()
+    path = pins_path(pins.recipe, directory)
+    atomic_write(path, HEADER + yaml.safe_dump(data, sort_keys=False, width=110))
+    return path
+
+
+def refresh(recipe: Recipe, hub: Hub) -> Pins:
+    """Ask the hub for the files of a recipe's checkpoints, at the recipe's revision or else at main now.
+
+    Raises:
+        CheckpointError: a repo, a revision or a file list cannot be had.
+    """
+    drafter = recipe.drafter.checkpoint if recipe.drafter is not None else None
+    return Pins.model_validate(
+        {
+            "schema": 1,
+            "recipe": recipe.name,
+            "target": _manifest(recipe.target, hub),
+            "drafter": _manifest(drafter, hub) if drafter is not None else None,
+        }
+    )
+
+
+def list_files(hub: Hub, repo: str, revision: str) -> Manifest:
+    """The files of a commit that serving needs, as the hub lists them.
+
+    Raises:
+        CheckpointError: the list is empty or malformed.
+    """
+    files = []
+    for item in hub.list_repo_tree(repo, recursive=True, revision=revision):
+        if getattr(item, "size", None) is None or not wanted(item.path):  # a folder has no size
+            continue
+        lfs = getattr(item, "lfs", None)
+        if lfs is not None:
+            files.append(FileEntry(path=item.path, size=lfs.size, sha256=lfs.sha256))
+        else:
+            files.append(FileEntry(path=item.path, size=item.size, blob_id=item.blob_id))
+    if not files:
+        raise CheckpointError(f"{repo} has no files at {revision[:12]}", fix="check the repo and its revision")
+    return Manifest(repo=repo, revision=revision, files=tuple(sorted(files, key=lambda f: f.path)))
+
+
+def _manifest(checkpoint: Checkpoint, hub: Hub) -> Manifest | None:
+    if checkpoint.repo is None:
+        return None
+    revision = checkpoint.revision or hub.repo_info(checkpoint.repo).sha
+    if revision is None:
+        raise CheckpointError(f"the hub names no commit of {checkpoint.repo}")
+    return list_files(hub, checkpoint.repo, revision)
