@@ -25,6 +25,10 @@ def apply() -> list[str]:
         from dflash2_patches.cpu import require_interpreter, v1_sampling
 
         parts = [v1_sampling, require_interpreter]
+    from dflash2_patches.cpu import no_compiler
+
+    if no_compiler.needed():
+        parts.append(no_compiler)
     for part in parts:
         part.apply()
     return [part.ID for part in parts]

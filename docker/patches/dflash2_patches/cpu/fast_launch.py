@@ -101,9 +101,7 @@ def _read(fn: Any, constants: Any) -> _Signature:
         order=tuple(parameters),
         names=frozenset(parameters),
         constants=frozenset(constants),
-        defaults={
-            name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty
-        },
+        defaults={name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty},
     )
 
 

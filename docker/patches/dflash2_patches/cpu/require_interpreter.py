@@ -25,9 +25,7 @@ def apply() -> None:
 
     def validate(self: Any) -> None:
         if self._is_dflash_candidate_draft():
-            raise ValueError(
-                "a DFlash2 drafter on the CPU needs Triton's interpreter: start with TRITON_INTERPRET=1"
-            )
+            raise ValueError("a DFlash2 drafter on the CPU needs Triton's interpreter: start with TRITON_INTERPRET=1")
         original(self)
 
     VllmConfig._validate_v1_model_runner = validate

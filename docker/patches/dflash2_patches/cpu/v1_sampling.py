@@ -21,7 +21,7 @@ ID = "cpu-v1-sampling"
 _MARK = "_dflash2_v1_sampling"
 
 
-def expand(  # noqa: PLR0917 (called like the kernel, by position)
+def expand(
     output: Any,
     input_val: Any,
     cu_num_tokens: Any,

