@@ -123,7 +123,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     if not isinstance(entry, dict):
         raise _bad(path, f"describes {name!r} by no object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _bad(path, f"gives {name!r} the dtype {str(dtype)[:20]!r}")
     if not isinstance(shape, list) or not all(_whole(d) for d in shape):
         raise _bad(path, f"gives {name!r} the shape {str(shape)[:40]}")
