@@ -1,0 +1,115 @@
+"""`up`: execute a Plan from preflight to proof. It decides nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_serve import environment, paths
+from dflash_serve.errors import PreflightRefused, StartFailed, UsageError
+from dflash_serve.findings import Severity
+from dflash_serve.fsio import locked
+from dflash_serve.checkpoint.config_reader import read_target
+from dflash_serve.overlay.build import build
+from dflash_serve.overlay.spec import OverlaySpec
+from dflash_serve.plan.model import Plan
+from dflash_serve.preflight.runner import preflight
+from dflash_serve.progress import Progress
+from dflash_serve.runs import LIVE, interruptible
+from dflash_serve.runtime import native, state
+from dflash_serve.runtime.state import Run, RunState
+from dflash_serve.runtime.wait import until_ready
+from dflash_serve.verify.report import Report, verify
+
+
+@dataclass(frozen=True)
+class Served:
+    """A verified server."""
+
+    run: Run
+    report: Report
+    ready_seconds: float
+
+
+def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified: bool = False) -> Served:
+    """Preflight, engine, overlays, start, wait, verify. On any failure or interrupt nothing that it started runs on.
+
+    Raises:
+        PreflightRefused, BuildFailed, StartFailed, VerifyFailed: by the step that failed.
+        UsageError: this recipe is already served.
+    """
+    if plan.hardware.hypothetical:
+        raise UsageError("this plan is for GPUs that were only named", fix="leave --gpu out to serve on this machine's")
+    with ExitStack() as stack:
+        stack.enter_context(interruptible())
+        try:
+            stack.enter_context(locked(paths.locks_home() / f"run-{plan.recipe}.lock", timeout=0))
+        except TimeoutError:
+            raise UsageError(
+                f"another start of {plan.recipe} is under way", fix="wait for it: dflash-serve status"
+            ) from None
+        refuse_if_served(plan)
+        with progress.step("preflight") as step:
+            findings, locks = preflight(plan)
+            stack.callback(locks.close)
+            for finding in findings:
+                if finding.severity is not Severity.NOTE:
+                    for line in finding.lines():
+                        step.line(line)
+            if any(finding.severity is Severity.REFUSE for finding in findings):
+                raise PreflightRefused(findings)
+        python = environment.ensure(environment.spec_for(plan.engine.variant), progress)
+        build_overlays(plan, progress)
+        run = native.start(plan, python, pass_fds=locks.fds)
+        try:
+            with progress.step(f"starting vLLM {plan.engine.vllm_version}") as step:
+                ready = until_ready(run, step, limit=start_timeout)
+            with progress.step("verifying") as step:
+                report = verify(run, plan, step)
+        except BaseException as exc:
+            cause = exc.what if isinstance(exc, StartFailed) else "interrupted"
+            native.stop(run, grace=2.0)
+            run.having(state=RunState.FAILED if isinstance(exc, StartFailed) else RunState.STOPPED, cause=cause)
+            raise
+        failure = report.failure()
+        if failure is not None and not keep_unverified:
+            native.stop(run, grace=2.0)
+            run.having(state=RunState.FAILED, cause=failure.what, summary=report.model_dump())
+            raise failure
+        settled = RunState.SERVING if failure is None else RunState.UNVERIFIED
+        run = run.having(state=settled, summary={**report.model_dump(), "ready_seconds": round(ready, 1)})
+        if failure is not None:
+            raise failure
+        return Served(run, report, ready)
+
+
+def refuse_if_served(plan: Plan) -> None:
+    """Two servers of one recipe would fight for its state.
+
+    Raises:
+        UsageError: it is being served, by the same plan or another.
+    """
+    run = state.load(plan.recipe)
+    if run is None or run.state not in LIVE:
+        return
+    if run.process() is None:
+        native.clean_up(run)
+        return
+    same = "with the same plan" if run.plan_digest == plan.digest else "with another plan"
+    raise UsageError(f"{plan.recipe} is already served {same}", where=run.url, fix=f"./start.sh down {plan.recipe}")
+
+
+def build_overlays(plan: Plan, progress: Progress) -> None:
+    """Build what the plan needs; an overlay that is there already costs nothing.
+
+    Raises:
+        CheckpointError, BuildFailed: a snapshot is not whole, or the cache can't be written.
+    """
+    for decided in plan.overlays:
+        if not decided.needed or decided.spec is None:
+            continue
+        with progress.step(f"overlay of the {decided.kind}") as step:
+            target = read_target(Path(plan.target.served_from)) if decided.kind == "drafter" else None
+            built = build(OverlaySpec.from_dict(decided.spec), paths.overlays_home(), target=target)
+            step.update(f"{'found' if built.reused else 'built'} {built.path.name}: {decided.reason}")
