@@ -166,6 +166,9 @@ def up(foreground: bool, start_timeout: int, keep_unverified: bool, as_json: boo
     shown = progress.for_terminal()
     with shown.step(f"planning {options['name']}"):
         made = _make_plan(**options)
+    if not lifecycle.weights_present(made):
+        lifecycle.provide_weights(made, shown)
+        made = _make_plan(**options)
     served = lifecycle.up(made, shown, start_timeout=start_timeout, keep_unverified=keep_unverified)
     if as_json:
         click.echo(json.dumps({**runs.observe(served.run), "report": served.report.model_dump()}, indent=2))
@@ -213,7 +216,7 @@ def preflight(as_json: bool, **options: Any) -> None:
         findings, locks = run_preflight(_make_plan(**options))
         locks.close()
     except PreflightRefused as exc:
-        findings = exc.findings
+        findings = list(exc.findings)
     refused = any(finding.severity is Severity.REFUSE for finding in findings)
     if as_json:
         click.echo(

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve import environment, paths
+from dflash_serve.checkpoint.config_reader import read_target
+from dflash_serve.checkpoint.fetch import FetchOptions, fetch_recipe
 from dflash_serve.errors import PreflightRefused, StartFailed, UsageError
 from dflash_serve.findings import Severity
 from dflash_serve.fsio import locked
-from dflash_serve.checkpoint.config_reader import read_target
+from dflash_serve.hardware.lock import GpuLocks
 from dflash_serve.overlay.build import build
 from dflash_serve.overlay.spec import OverlaySpec
 from dflash_serve.plan.model import Plan
 from dflash_serve.preflight.runner import preflight
 from dflash_serve.progress import Progress
+from dflash_serve.recipe import catalogue
 from dflash_serve.runs import LIVE, interruptible
 from dflash_serve.runtime import native, state
 from dflash_serve.runtime.state import Run, RunState
@@ -39,8 +42,7 @@ def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified:
         PreflightRefused, BuildFailed, StartFailed, VerifyFailed: by the step that failed.
         UsageError: this recipe is already served.
     """
-    if plan.hardware.hypothetical:
-        raise UsageError("this plan is for GPUs that were only named", fix="leave --gpu out to serve on this machine's")
+    refuse_hypothetical(plan)
     with ExitStack() as stack:
         stack.enter_context(interruptible())
         try:
@@ -50,15 +52,8 @@ def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified:
                 f"another start of {plan.recipe} is under way", fix="wait for it: dflash-serve status"
             ) from None
         refuse_if_served(plan)
-        with progress.step("preflight") as step:
-            findings, locks = preflight(plan)
-            stack.callback(locks.close)
-            for finding in findings:
-                if finding.severity is not Severity.NOTE:
-                    for line in finding.lines():
-                        step.line(line)
-            if any(finding.severity is Severity.REFUSE for finding in findings):
-                raise PreflightRefused(findings)
+        locks = check_machine(plan, progress)
+        stack.callback(locks.close)
         python = environment.ensure(environment.spec_for(plan.engine.variant), progress)
         build_overlays(plan, progress)
         run = native.start(plan, python, pass_fds=locks.fds)
@@ -82,6 +77,50 @@ def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified:
         if failure is not None:
             raise failure
         return Served(run, report, ready)
+
+
+def check_machine(plan: Plan, progress: Progress) -> GpuLocks:
+    """Run preflight and show what it found; returns the locks of the plan's GPUs.
+
+    Raises:
+        PreflightRefused: with every finding.
+    """
+    with progress.step("preflight") as step:
+        findings, locks = preflight(plan)
+        for finding in findings:
+            if finding.severity is not Severity.NOTE:
+                for line in finding.lines():
+                    step.line(line)
+        if any(finding.severity is Severity.REFUSE for finding in findings):
+            locks.close()
+            raise PreflightRefused(findings)
+    return locks
+
+
+def weights_present(plan: Plan) -> bool:
+    """Whether both checkpoints were on this machine when the plan was made."""
+    return plan.target.present and (plan.drafter is None or plan.drafter.present)
+
+
+def provide_weights(plan: Plan, progress: Progress) -> None:
+    """Fetch what is missing, after preflight said that the start would have a chance. The plan is made anew then.
+
+    Raises:
+        PreflightRefused, CheckpointError.
+    """
+    refuse_hypothetical(plan)
+    check_machine(plan, progress).close()
+    fetch_recipe(catalogue.find(plan.recipe), FetchOptions(), progress)
+
+
+def refuse_hypothetical(plan: Plan) -> None:
+    """A plan for GPUs that were only named can be read, not executed.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if plan.hardware.hypothetical:
+        raise UsageError("this plan is for GPUs that were only named", fix="leave --gpu out to serve on this machine's")
 
 
 def refuse_if_served(plan: Plan) -> None:
