@@ -110,6 +110,19 @@ def test_float16_is_refused(configure):
 
 
 def test_a_table_that_does_not_cover_the_window_is_refused(configure):
+    # 0.33 raises the table of a plain rotary embedding to the window; of this kind it lowers the window.
+    longrope = {"rope_type": "longrope", "rope_theta": 1e6, "short_factor": [1.0] * 16, "long_factor": [1.0] * 16}
+    longrope["original_max_position_embeddings"] = 512
+    with pytest.raises(ValueError, match=r"covers 512 positions, the window is 1024"):
+        configure(max_position_embeddings=512, rope_parameters=longrope)
+
+
+def test_a_plain_table_is_refused_where_vllm_does_not_raise_it(configure):
+    from dflash2_patches import drift
+
+    if drift.version(drift.installed()) == "0.33.0":
+        assert configure(max_position_embeddings=512).model_config.max_model_len == 1024
+        return
     with pytest.raises(ValueError, match=r"covers 512 positions, the window is 1024"):
         configure(max_position_embeddings=512)
 
