@@ -11,7 +11,7 @@
       tests: [tests/recipe/test_recipe_lint.py::test_mtp_from_a_path_with_another_methods_name]
       docs: [docs/recipes.md]    # files that explain it
 
-A case may be answered in several files. Exit 1 when a named test or document does not exist, a case or an answer is
+A file may also be a list of such entries with their `id` below `cases:`. A case may be answered in several files. Exit 1 when a named test or document does not exist, a case or an answer is
 unknown, a case other than `documented` has no test, with --check when docs/reports.md is not current, and with
 --strict when a case has no answer at all.
 """
@@ -94,6 +94,12 @@ def problem_with_test(node_id: str, root: Path) -> str | None:
     return None
 
 
+def entries(content: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Answers of one file: a mapping from case to answer, or `cases:` as such a mapping or as a list with ids."""
+    cases = content.get("cases", content)
+    return [(row["id"], row) for row in cases] if isinstance(cases, list) else list(cases.items())
+
+
 def read(data: Path, root: Path) -> tuple[list[Case], list[str]]:
     """All cases with their answers, and what is wrong with the files."""
     problems: list[str] = []
@@ -104,12 +110,11 @@ def read(data: Path, root: Path) -> tuple[list[Case], list[str]]:
     for path in sorted(data.glob("*.yaml")):
         if path.name == "index.yaml":
             continue
-        content: Any = yaml.safe_load(path.read_text()) or {}
-        for key, row in content.items():
+        for key, row in entries(yaml.safe_load(path.read_text()) or {}):
             if key not in cases:
                 problems.append(f"{path.name}: no case {key} in index.yaml")
                 continue
-            extra = set(row) - {"title", "class", "answer", "how", "tests", "docs", "urls"}
+            extra = set(row) - {"id", "title", "class", "answer", "how", "tests", "docs", "urls"}
             if extra or row.get("answer") not in ANSWERS or not row.get("how"):
                 problems.append(
                     f"{path.name}: {key} needs how and answer ({', '.join(ANSWERS)}), unknown: {sorted(extra)}"

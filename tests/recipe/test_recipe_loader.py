@@ -79,6 +79,7 @@ def test_loads_a_recipe_that_extends_nothing(write: Write) -> None:
         ("{min: 2, max: 4}", "{min: .nan, max: 4}", 13, "expect.acceptance_length.min", "finite", ""),
         ("{min: 2, max: 4}", "{min: 2, max: .inf}", 13, "expect.acceptance_length.max", "finite", ""),
         ("  checkpoint: {repo: owner/drafter}\n", "", 8, "drafter", "method dflash2 needs a checkpoint", ""),
+        ("title: A leaf for", "title: {A: leaf} #", 2, "title", "valid string", "in quotes"),
         ("verified: null\n", "", 1, "verified", "key 'verified' is missing", ""),
         ("  source: https", "  source: http", 14, "expect.source", "pattern", ""),
     ],

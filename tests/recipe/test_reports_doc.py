@@ -76,6 +76,15 @@ def test_answers_are_checked(maker: ModuleType, tree: Path, row: dict[str, objec
     assert (found == []) if not message else (len(found) == 1 and message in found[0])
 
 
+@pytest.mark.parametrize("as_list", [True, False])
+def test_answers_may_stand_below_cases(maker: ModuleType, as_list: bool) -> None:
+    row = {"answer": "fixed", "how": "h", "tests": [ONE]}
+    cases: object = [{"id": "B01", **row}] if as_list else {"B01": row}
+    ((key, found),) = maker.entries({"schema": 1, "cases": cases})
+    assert key == "B01"
+    assert found["tests"] == [ONE]
+
+
 def test_the_page_shows_answers_and_what_is_missing(maker: ModuleType, tree: Path) -> None:
     assert problems(maker, tree, answer="refused", how="It says no.", tests=[ONE]) == []
     page = maker.render(maker.read(tree / "data", tree)[0])

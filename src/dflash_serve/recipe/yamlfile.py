@@ -166,6 +166,8 @@ def as_recipe_error(exc: ValidationError, chain: list[Document]) -> RecipeError:
         message = " or ".join(texts)
         if isinstance(first["input"], str | int | float | bool):
             message += f", got {_shown(first['input'])}"
+        elif first["type"] == "string_type" and isinstance(first["input"], dict):
+            fix = "put the text in quotes: a colon and a space in it make a mapping of it"
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return RecipeError(message + more, where=where(chain, key), fix=fix)
 
