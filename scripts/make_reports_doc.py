@@ -11,9 +11,10 @@
       tests: [tests/recipe/test_recipe_lint.py::test_mtp_from_a_path_with_another_methods_name]
       docs: [docs/recipes.md]    # files that explain it
 
-A file may also be a list of such entries with their `id` below `cases:`. A case may be answered in several files. Exit 1 when a named test or document does not exist, a case or an answer is
-unknown, a case other than `documented` has no test, with --check when docs/reports.md is not current, and with
---strict when a case has no answer at all.
+A file may also be a list of such entries, with their `id`, below `cases:`. A case may be answered in several
+files. Exit 1 when a named test or document does not exist, a case or an answer is unknown, a case other than
+`documented` has no test, with --check when docs/reports.md is not current, and with --strict when a case has no
+answer at all.
 """
 
 from __future__ import annotations

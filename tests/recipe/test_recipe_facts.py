@@ -125,9 +125,9 @@ def test_finding_one_recipe_reads_only_what_it_extends(monkeypatch: pytest.Monke
     """What keeps the catalogue quick: thirty recipes lie beside it, three files are read."""
     seen: list[str] = []
 
-    def read(path: Path) -> Document:
+    def read(path: Path, *, max_bytes: int) -> Document:
         seen.append(path.name)
-        return read_yaml(path)
+        return read_yaml(path, max_bytes=max_bytes)
 
     monkeypatch.setattr(loader, "read_yaml", read)
     catalogue.find("qwen3.8-27b-nvfp4-mtp")

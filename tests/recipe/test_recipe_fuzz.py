@@ -1,6 +1,6 @@
 """Whatever a recipe file holds, loading it gives a recipe or a RecipeError with at most three lines.
 
-DFLASH_SERVE_FUZZ multiplies the number of inputs for a longer run by hand.
+A longer run by hand: DFLASH_SERVE_FUZZ=10 pytest --timeout 0 tests/recipe/test_recipe_fuzz.py (ten times the inputs).
 """
 
 from __future__ import annotations

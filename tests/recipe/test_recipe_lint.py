@@ -10,14 +10,8 @@ import pytest
 from dflash_serve import paths
 from dflash_serve.errors import UsageError
 from dflash_serve.findings import Finding, Severity
-from dflash_serve.recipe.lint import (
-    SCHEMA_LINE,
-    check_bench_spec,
-    check_command,
-    check_image,
-    check_request_fields,
-    lint,
-)
+from dflash_serve.recipe.command_lint import check_bench_spec, check_command, check_image, check_request_fields
+from dflash_serve.recipe.lint import SCHEMA_LINE, lint
 from dflash_serve.recipe.vllm_args import PINNED, check_argv, load_args
 
 GOOD = f"""\
@@ -218,6 +212,22 @@ def test_a_broken_recipe_does_not_hide_the_others(tmp_path: Path) -> None:
 def test_a_base_that_nobody_extends(tmp_path: Path) -> None:
     (tmp_path / "_base.yaml").write_text(f"{SCHEMA_LINE}\nserve: {{window: 64}}\n")
     assert [f.id for f in findings(tmp_path, GOOD)] == ["unused-base"]
+
+
+def test_pins_of_another_revision(tmp_path: Path) -> None:
+    (tmp_path / "pins").mkdir()
+    pins = tmp_path / "pins" / "good.yaml"
+    pins.write_text("target: {repo: owner/target, revision: 0123456789abcdef0123456789abcdef01234567}\n")
+    assert findings(tmp_path, GOOD) == []
+    pins.write_text(f"drafter: {{repo: owner/drafter, revision: {'ab' * 20}}}\n")
+    (found,) = findings(tmp_path, GOOD)
+    assert found.id == "pins-stale"
+    assert found.where.endswith("drafter.checkpoint.revision")
+    unpinned = GOOD.replace(UNPINNED, "  notes: [not looked up]\n")
+    pins.write_text(f"target: {{repo: owner/target, revision: {'ab' * 20}}}\n")
+    assert findings(tmp_path, unpinned) == []
+    pins.write_text("[")
+    assert [f.id for f in findings(tmp_path, unpinned)] == ["unpinned"]
 
 
 # Commands, images, load specifications

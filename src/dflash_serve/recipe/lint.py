@@ -5,19 +5,17 @@ figures without a source. Every check is one function from a recipe to findings;
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Callable, Iterator
 from datetime import date, timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dflash_serve.errors import RecipeError
 from dflash_serve.findings import Finding, note, refuse, warn
+from dflash_serve.recipe.command_lint import check_command
 from dflash_serve.recipe.loader import chain_of, load_recipe
 from dflash_serve.recipe.schema import Checkpoint, Drafter, Method, Recipe, Serve
-from dflash_serve.recipe.vllm_args import PINNED, VllmArgs, bad_choice, check_argv, load_args
+from dflash_serve.recipe.vllm_args import PINNED, VllmArgs, bad_choice, load_args
 from dflash_serve.recipe.yamlfile import Document, Key, read_yaml, where
 
 SCHEMA_LINE = "# yaml-language-server: $schema=schema.json"
@@ -256,7 +254,7 @@ def check_sources(recipe: Recipe, root: Path) -> Found:
         unknown = [name for name in ("revision", "size_bytes") if getattr(checkpoint, name) is None]
         if unknown and not checkpoint.notes:
             yield refuse("unknown-unnoted", f"{' and '.join(unknown)} unknown without a note"), (*key, unknown[0])
-        elif "revision" in unknown:
+        elif "revision" in unknown and not _pins(recipe, root):
             yield (
                 note(
                     "unpinned",
@@ -278,6 +276,34 @@ def check_sources(recipe: Recipe, root: Path) -> Found:
             yield refuse("override-without-source", f"{override.reason!r} has no source"), ("gpu_overrides", number)
 
 
+def check_pins(recipe: Recipe, root: Path) -> Found:
+    """Pins that are of another repository or revision than the recipe names."""
+    pinned = _pins(recipe, root)
+    for key, checkpoint in _checkpoints(recipe):
+        side = pinned.get(str(key[0]))
+        for name in ("repo", "revision"):
+            wanted = getattr(checkpoint, name)
+            have = side.get(name) if isinstance(side, dict) else None
+            if wanted is not None and have is not None and have != wanted:
+                yield (
+                    refuse(
+                        "pins-stale",
+                        f"the recipe names {name} {wanted}, its pins {have}",
+                        fix=f"dflash-serve pins refresh {recipe.name}",
+                    ),
+                    (*key, name),
+                )
+
+
+def _pins(recipe: Recipe, root: Path) -> dict[str, Any]:
+    """The raw pin file; a broken one is the checkpoint room's to report."""
+    path = root / "pins" / f"{recipe.name}.yaml"
+    try:
+        return read_yaml(path).data if path.is_file() else {}
+    except RecipeError:
+        return {}
+
+
 def check_verified(recipe: Recipe, _: Path) -> Found:
     """A run that was made with this project carries its figures and an honest command."""
     for number, run in enumerate(recipe.verified or ()):
@@ -290,74 +316,6 @@ def check_verified(recipe: Recipe, _: Path) -> Found:
             yield refuse("verified-future", f"a verified run of {run.date}"), (*key, "date")
         for finding in check_command(run.command, drafting=recipe.drafter is not None):
             yield finding, (*key, "command")
-
-
-def check_command(command: str, *, drafting: bool) -> list[Finding]:
-    """Findings about a shell command in a recipe: vLLM's flags, image tags, the prompts of a load run.
-
-    Args:
-        command: as a person would type it.
-        drafting: whether the server that it talks to speculates.
-    """
-    try:
-        words = shlex.split(command)
-    except ValueError as exc:
-        return [refuse("command-unreadable", f"the command cannot be split into words: {exc}")]
-    out = [found for word in words if (found := check_image(word)) is not None]
-    if any(words[i : i + 2] == ["vllm", "serve"] for i in range(len(words))):
-        out += check_argv(words[words.index("serve") :])
-    if "VLLM_USE_V2_MODEL_RUNNER=0" in words and drafting:
-        out.append(
-            refuse("v1-runner", f"vLLM {PINNED} drafts with DFlash2 only in its V2 runner", fix="drop the variable")
-        )
-    if drafting and _random_dataset(words):
-        out.append(
-            refuse(
-                "random-prompts",
-                "random tokens say nothing about a drafter: the same server gives 35, 83 or 151 tok/s by the text",
-                fix="use real prompts",
-            )
-        )
-    return out
-
-
-def _random_dataset(words: list[str]) -> bool:
-    joined = [*(f"{a}={b}" for a, b in pairwise(words)), *words]
-    return any(re.fullmatch(r"--dataset(-name)?=random\w*", pair) for pair in joined)
-
-
-_IMAGE = re.compile(
-    r"(?:[\w.-]+(?::\d+)?/)+[\w.-]+:(?P<tag>[A-Za-z_][\w.-]*|v?\d[\w.-]*)(?P<digest>@sha256:[0-9a-f]{64})?"
-)
-
-
-def check_image(reference: str) -> Finding | None:
-    """A finding when a container image reference floats: `latest`, `nightly`, or any tag without a digest."""
-    match = _IMAGE.fullmatch(reference)
-    if match is None or match["digest"]:
-        return None
-    if "nightly" in match["tag"]:
-        return warn("image-nightly", f"{reference}: nightly tags are purged", fix="a release by digest")
-    return warn("image-floats", f"{reference}: what a tag names can change", fix="add its @sha256: digest")
-
-
-def check_bench_spec(spec: dict[str, Any], *, drafting: bool) -> list[Finding]:
-    """Findings about a load specification: random prompts with speculation mislead."""
-    dataset = str(spec.get("dataset", spec.get("dataset_name", "")))
-    if drafting and dataset.startswith("random"):
-        return [refuse("random-prompts", "random tokens say nothing about a drafter", fix="use real prompts")]
-    return []
-
-
-def check_request_fields(fields: set[str], version: str) -> list[Finding]:
-    """Warnings about request fields that a vLLM version rejects (the field's first version is in the data)."""
-    since = read_yaml(Path(__file__).with_name("request_fields.yaml")).data
-    have = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    return [
-        warn("request-field", f"vLLM {version} rejects {name}, which {row['since']} implements", fix=row["fix"])
-        for name, row in since.items()
-        if name in fields and have < tuple(int(part) for part in row["since"].split("."))
-    ]
 
 
 def _serves(recipe: Recipe) -> Iterator[tuple[Key, Serve]]:
@@ -379,5 +337,6 @@ CHECKS: tuple[Check, ...] = (
     check_combinations,
     check_window,
     check_sources,
+    check_pins,
     check_verified,
 )

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from dflash_serve.errors import RecipeError
 from dflash_serve.recipe.schema import Recipe
-from dflash_serve.recipe.yamlfile import Document, as_recipe_error, nearest, read_yaml, where
+from dflash_serve.recipe.yamlfile import MAX_BYTES, Document, as_recipe_error, nearest, read_yaml, where
 
 MAX_EXTENDS = 8
 PARENT_PATTERN = r"_?[a-z0-9][a-z0-9.+-]{0,79}"
@@ -68,7 +68,7 @@ def chain_of(path: Path) -> list[Document]:
     seen: set[Path] = set()
     current = path
     while True:
-        document = read_yaml(current)
+        document = read_yaml(current, max_bytes=MAX_BYTES)
         real = current.resolve()
         if real in seen:
             raise RecipeError(

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from dflash_serve.errors import RecipeError
 from dflash_serve.recipe.schema import Recipe
 
-MAX_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024  # of a recipe; pin files, which list hashes, get more
 MAX_DEPTH = 32
 
 Key = tuple[str | int, ...]
@@ -53,7 +53,7 @@ class _Loader(yaml.SafeLoader):
             self.depth -= 1
 
 
-def read_yaml(path: Path) -> Document:
+def read_yaml(path: Path, *, max_bytes: int = 16 * MAX_BYTES) -> Document:
     """One YAML file as a mapping with positions. No aliases, no duplicate keys, only string keys.
 
     Raises:
@@ -65,13 +65,13 @@ def read_yaml(path: Path) -> Document:
         with os.fdopen(fd, "rb") as handle:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise RecipeError(f"{path.name} is not a regular file", where=str(path))
-            raw = handle.read(MAX_BYTES + 1)
+            raw = handle.read(max_bytes + 1)
     except OSError as exc:
         raise RecipeError(f"cannot read {path.name}: {exc.strerror}", where=str(path)) from None
     except ValueError:  # a NUL in the name
         raise RecipeError("cannot read a file of that name", where=repr(str(path))) from None
-    if len(raw) > MAX_BYTES:
-        raise RecipeError(f"{path.name} has more than {MAX_BYTES} bytes", where=str(path))
+    if len(raw) > max_bytes:
+        raise RecipeError(f"{path.name} has more than {max_bytes} bytes", where=str(path))
     return parse_yaml(raw, path)
 
 
