@@ -65,11 +65,15 @@ def write_shards(directory: Path, tensors: list[Tensor], shards: int) -> None:
         write_header(directory / "model.safetensors", tensors)
         return
     total = sum(t.bytes for t in tensors)
-    parts: list[list[Tensor]] = [[] for _ in range(shards)]
-    seen = 0
+    parts: list[list[Tensor]] = [[]]
+    left, held = total, 0
     for tensor in tensors:
-        parts[min(shards - 1, seen * shards // total)].append(tensor)
-        seen += tensor.bytes
+        if held and held >= left / (shards - len(parts) + 1) and len(parts) < shards:
+            left, held = left - held, 0
+            parts.append([])
+        parts[-1].append(tensor)
+        held += tensor.bytes
+    assert len(parts) == shards
     weight_map: dict[str, str] = {}
     for index, part in enumerate(parts, 1):
         name = f"model-{index:05d}-of-{shards:05d}.safetensors"

@@ -113,10 +113,11 @@ def fetch_checkpoint(
         )
     cache = options.cache or hub_cache()
     if options.offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return _offline(side, repo, checkpoint.revision, manifest, cache, options, started)
+        return _offline(side, checkpoint, manifest, cache, options, started)
     unpinned = manifest is None and checkpoint.revision is None
     if manifest is None:
         manifest = _ask_hub(repo, checkpoint.revision, options)
+    manifest = _below(manifest, checkpoint.subdirectory)
     place = Place(repo, manifest.revision, cache, _endpoint(options), options.token, options.patience)
     missing = [file for file in manifest.files if not _present(place, file)]
     left = sum(file.size - partial_bytes(place, file) for file in missing)
@@ -125,12 +126,12 @@ def fetch_checkpoint(
     if missing:
         with progress.step(f"fetch {side} {repo}") as step:
             received = _transfer_all(place, missing, options.workers, step)
-    findings = _verify(manifest, place, options, progress if options.verify else None)
-    if unpinned:
+    findings = _verify(manifest, place, progress if options.verify else None, checkpoint.subdirectory)
+    if unpinned and checkpoint.subdirectory is None:
         # Only now is the revision whole, so only now may it be called main.
         atomic_write(repo_folder(repo, cache) / "refs" / "main", manifest.revision)
     seconds = time.monotonic() - started
-    snapshot = snapshot_dir(repo, manifest.revision, cache)
+    snapshot = snapshot_dir(repo, manifest.revision, cache) / (checkpoint.subdirectory or "")
     present = manifest.bytes - sum(file.size for file in missing)
     return Fetched(side, repo, manifest.revision, snapshot, manifest, received, present, seconds, findings)
 
@@ -139,7 +140,7 @@ def _local(side: str, checkpoint: Checkpoint, started: float) -> Fetched:
     from dflash_serve import paths
 
     assert checkpoint.path is not None
-    place = paths.recipes_dir() / checkpoint.path
+    place = paths.recipes_dir() / checkpoint.path / (checkpoint.subdirectory or "")
     findings = _raise_refusals(check_snapshot(place))
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     return Fetched(side, None, None, place, None, 0, size, time.monotonic() - started, findings)
@@ -147,14 +148,14 @@ def _local(side: str, checkpoint: Checkpoint, started: float) -> Fetched:
 
 def _offline(
     side: str,
-    repo: str,
-    revision: str | None,
+    checkpoint: Checkpoint,
     manifest: Manifest | None,
     cache: Path,
     options: FetchOptions,
     started: float,
 ) -> Fetched:
-    commit = manifest.revision if manifest is not None else revision or main_revision(repo, cache)
+    repo, part = checkpoint.repo or "", checkpoint.subdirectory
+    commit = manifest.revision if manifest is not None else checkpoint.revision or main_revision(repo, cache)
     if commit is None:
         raise CheckpointError(f"{repo} is not in the cache", where=str(cache), fix="fetch it without --offline first")
     snapshot = snapshot_dir(repo, commit, cache)
@@ -163,12 +164,27 @@ def _offline(
             f"{repo} at {commit[:12]} is not in the cache", where=str(cache), fix="fetch it without --offline first"
         )
     if manifest is not None:
-        findings = verify_snapshot(manifest, snapshot, hashes=options.verify)
+        manifest = _below(manifest, part)
+        findings = verify_snapshot(manifest, snapshot, hashes=options.verify, subdirectory=part)
     else:
-        findings = check_snapshot(snapshot)
+        findings = check_snapshot(snapshot / (part or ""))
     kept = _raise_refusals(findings)
+    snapshot = snapshot / (part or "")
     present = sum(path.stat().st_size for path in snapshot.rglob("*") if path.is_file())
     return Fetched(side, repo, commit, snapshot, manifest, 0, present, time.monotonic() - started, kept)
+
+
+def _below(manifest: Manifest, subdirectory: str | None) -> Manifest:
+    """The files of a checkpoint that has a directory of the repo to itself."""
+    if subdirectory is None:
+        return manifest
+    files = tuple(file for file in manifest.files if file.path.startswith(f"{subdirectory}/"))
+    if not files:
+        raise CheckpointError(
+            f"{manifest.repo} has no directory {subdirectory} at {manifest.revision[:12]}",
+            fix="check subdirectory in the recipe",
+        )
+    return manifest.model_copy(update={"files": files})
 
 
 def _ask_hub(repo: str, revision: str | None, options: FetchOptions) -> Manifest:
@@ -277,10 +293,11 @@ def _transfer_all(place: Place, files: list[FileEntry], workers: int, step: Step
     return meter.received
 
 
-def _verify(manifest: Manifest, place: Place, options: FetchOptions, progress: Progress | None) -> tuple[Finding, ...]:
+def _verify(manifest: Manifest, place: Place, progress: Progress | None, part: str | None) -> tuple[Finding, ...]:
+    """Sizes and headers, and with `progress` every hash too."""
     snapshot = snapshot_dir(place.repo, place.revision, place.cache)
     if progress is None:
-        return _raise_refusals(verify_snapshot(manifest, snapshot))
+        return _raise_refusals(verify_snapshot(manifest, snapshot, subdirectory=part))
     with progress.step(f"hash {place.repo}") as step:
         meter = _Meter(manifest.bytes, 0)
 
@@ -288,7 +305,7 @@ def _verify(manifest: Manifest, place: Place, options: FetchOptions, progress: P
             meter.tick(count)
             meter.show(step)
 
-        return _raise_refusals(verify_snapshot(manifest, snapshot, hashes=options.verify, tick=tick))
+        return _raise_refusals(verify_snapshot(manifest, snapshot, hashes=True, tick=tick, subdirectory=part))
 
 
 def _raise_refusals(findings: list[Finding]) -> tuple[Finding, ...]:

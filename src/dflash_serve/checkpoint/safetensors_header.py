@@ -6,12 +6,11 @@ Format: 8 bytes little-endian length, a JSON object, then data. https://github.c
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_serve.checkpoint.json_config import read_json
 from dflash_serve.checkpoint.quantization import DTYPE_BYTES
@@ -22,8 +21,7 @@ INDEX = "model.safetensors.index.json"
 FIX = "fetch it again: dflash-serve fetch --verify"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor of a file: offsets are bytes from the start of the data section."""
 
     name: str
@@ -120,19 +118,27 @@ def tensor_names(directory: Path) -> frozenset[str]:
 
 
 def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
+    # Thousands of them a checkpoint: plain loops, not generators.
     if not isinstance(entry, dict):
         raise _bad(path, f"describes {name!r} by no object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _bad(path, f"gives {name!r} the dtype {str(dtype)[:20]!r}")
-    if not isinstance(shape, list) or not all(_whole(d) for d in shape):
+    if type(shape) is not list:
         raise _bad(path, f"gives {name!r} the shape {str(shape)[:40]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_whole(o) for o in offsets):
+    size = DTYPE_BYTES[dtype]
+    for length in shape:
+        if type(length) is not int or length < 0:
+            raise _bad(path, f"gives {name!r} the shape {str(shape)[:40]}")
+        size *= length
+    if type(offsets) is not list or len(offsets) != 2:
         raise _bad(path, f"gives {name!r} the offsets {str(offsets)[:40]}")
     begin, end = offsets
-    if end < begin or end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise _bad(path, f"gives {name!r} {end - begin} bytes for {dtype} {shape}")
-    return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+    if type(begin) is not int or type(end) is not int or begin < 0 or end < 0:
+        raise _bad(path, f"gives {name!r} the offsets {str(offsets)[:40]}")
+    if end - begin != size:
+        raise _bad(path, f"gives {name!r} {end - begin} bytes for {dtype} {str(shape)[:40]}")
+    return TensorInfo(name, dtype, tuple(shape), begin, end)
 
 
 def _check_layout(path: Path, tensors: list[TensorInfo], data_bytes: int) -> None:
@@ -147,10 +153,6 @@ def _check_layout(path: Path, tensors: list[TensorInfo], data_bytes: int) -> Non
         raise _bad(path, f"is truncated: its tensors end at byte {position} of the data, {data_bytes} are there")
     if position < data_bytes:
         raise _bad(path, f"has {data_bytes - position} bytes after its last tensor")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _bad(path: Path, what: str) -> CheckpointError:

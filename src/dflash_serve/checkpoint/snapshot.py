@@ -35,9 +35,15 @@ class SnapshotFile:
 
 
 def snapshot_root(directory: Path) -> Path:
-    """The directory that every symlink of the snapshot must stay in: the hub's repo folder, else itself."""
+    """The directory that every symlink of the snapshot must stay in: the hub's repo folder, else itself.
+
+    The directory may lie below the snapshot, for a checkpoint in a repo's subdirectory.
+    """
     real = Path(os.path.realpath(directory))
-    return real.parent.parent if real.parent.name == "snapshots" else real
+    for place in (real, *real.parents):
+        if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
+            return place.parent.parent
+    return real
 
 
 def snapshot_files(directory: Path) -> list[SnapshotFile]:
@@ -109,16 +115,19 @@ def resolve_inside(path: Path, root: Path) -> Path:
     return current
 
 
-def check_snapshot(directory: Path, *, headers: bool = True) -> list[Finding]:
+def check_snapshot(
+    directory: Path, *, headers: bool = True, listing: list[SnapshotFile] | None = None
+) -> list[Finding]:
     """Whether the snapshot is whole: config, index, every shard, every header.
 
     Args:
         headers: also read each weight file's header (offsets in bounds, no overlap, every tensor of the index there).
+        listing: `snapshot_files` of it, where the caller has that already.
 
     Raises:
         CheckpointError: only what `snapshot_files` raises; all else becomes a finding.
     """
-    files = {file.name: file for file in snapshot_files(directory)}
+    files = {file.name: file for file in (listing if listing is not None else snapshot_files(directory))}
     out: list[Finding] = []
     if "config.json" not in files:
         out.append(_refuse("checkpoint-config", "config.json is missing", directory))
@@ -129,7 +138,7 @@ def check_snapshot(directory: Path, *, headers: bool = True) -> list[Finding]:
     ]
     try:
         listed = index_map(directory) if INDEX in files else None
-        wanted = weight_files(directory)
+        wanted = sorted(set(listed.values())) if listed is not None else weight_files(directory)
     except CheckpointError as exc:
         return [*out, _refuse("checkpoint-index", exc.what, directory)]
     missing = [name for name in wanted if name not in files]
@@ -144,20 +153,20 @@ def check_snapshot(directory: Path, *, headers: bool = True) -> list[Finding]:
         out.append(_refuse("checkpoint-no-weights", "no weight files", directory))
     if listed is not None:
         for name in files:
-            if SHARD.fullmatch(name) and name not in wanted:
+            if "/" not in name and SHARD.fullmatch(name) and name not in wanted:
                 out.append(_refuse("checkpoint-unlisted-shard", f"{name} is not in {INDEX}", directory / name))
     if headers:
         out += _check_headers(directory, [name for name in wanted if name in files], listed)
     return out
 
 
-def require_whole(directory: Path, *, headers: bool = True) -> None:
+def require_whole(directory: Path, listing: list[SnapshotFile] | None = None) -> None:
     """Raise the first refusal of `check_snapshot`.
 
     Raises:
         CheckpointError: the snapshot is not whole.
     """
-    for finding in check_snapshot(directory, headers=headers):
+    for finding in check_snapshot(directory, listing=listing):
         if finding.severity.value == "refuse":
             raise CheckpointError(finding.what, where=finding.where, fix=finding.fix)
 

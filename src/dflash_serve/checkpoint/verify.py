@@ -26,7 +26,13 @@ Tick = Callable[[str, int], None]
 
 
 def verify_snapshot(
-    manifest: Manifest, directory: Path, *, hashes: bool = False, headers: bool = True, tick: Tick | None = None
+    manifest: Manifest,
+    directory: Path,
+    *,
+    hashes: bool = False,
+    headers: bool = True,
+    tick: Tick | None = None,
+    subdirectory: str | None = None,
 ) -> list[Finding]:
     """What differs. Weights, configs and tokenizer must be exact; another text that differs is a warning.
 
@@ -34,14 +40,16 @@ def verify_snapshot(
         hashes: also hash every file (reads all bytes).
         headers: also read each safetensors header.
         tick: called with the file's name and the number of bytes hashed.
+        subdirectory: the checkpoint's own directory below `directory`, whose weights must be whole.
     """
     out: list[Finding] = []
     for file in manifest.files:
         out += _file(manifest, file, directory, hashes, tick)
-    if directory.is_dir():
+    place = directory / (subdirectory or "")
+    if place.is_dir():
         try:
             known = {finding.where for finding in out}
-            out += [f for f in check_snapshot(directory, headers=headers) if f.where not in known]
+            out += [f for f in check_snapshot(place, headers=headers) if f.where not in known]
         except CheckpointError as exc:
             out.append(refuse("checkpoint-links", exc.what, where=exc.where, fix=exc.fix))
     return out

@@ -117,11 +117,12 @@ def damage_of(path: Path) -> str | None:
 
 def _build_locked(spec: OverlaySpec, home: Path, path: Path, started: float) -> BuiltOverlay:
     source = spec.source.real
-    require_whole(source)
+    listing = snapshot_files(source)
+    require_whole(source, listing)
     before = read_object(source)
     config = apply_changes(before.data, spec.changes)
     _require_known(spec, config)
-    files = [file for file in snapshot_files(source) if file.name not in (CONFIG, RECORD)]
+    files = [file for file in listing if file.name not in (CONFIG, RECORD)]
     raw = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     record = _record(spec, home, before.data, raw, files)
     temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{path.name}-", dir=home))

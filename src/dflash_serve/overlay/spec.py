@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_serve.checkpoint.snapshot import snapshot_root
 from dflash_serve.errors import CheckpointError
 
 BUILDER_VERSION = 1  # raise it when the same inputs give another tree
@@ -24,7 +25,8 @@ class SnapshotSource:
     """The directory that an overlay stands on.
 
     Attributes:
-        directory: a hub cache snapshot (`.../models--ORG--NAME/snapshots/REVISION`) or a plain directory.
+        directory: a hub cache snapshot (`.../models--ORG--NAME/snapshots/REVISION`), a directory in one, or a plain
+            directory.
         repo, revision: where it came from; None for a plain directory.
     """
 
@@ -40,8 +42,7 @@ class SnapshotSource:
     @property
     def root(self) -> Path:
         """What must be mounted for the files to resolve: the hub's repo folder, else the directory itself."""
-        real = self.real
-        return real.parent.parent if real.parent.name == "snapshots" else real
+        return snapshot_root(self.directory)
 
     @property
     def label(self) -> str:
