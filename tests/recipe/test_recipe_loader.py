@@ -12,7 +12,7 @@ import pytest
 
 from dflash_serve.errors import ExitCode, RecipeError
 from dflash_serve.recipe import catalogue
-from dflash_serve.recipe.loader import load_recipe
+from dflash_serve.recipe.loader import chain_of, load_recipe
 from dflash_serve.recipe.schema import Method, When, holds, parse_comparisons
 
 LEAF = """\
@@ -250,12 +250,14 @@ def test_gpu_overrides_add_up(write: Write) -> None:
     ("parent", "what"),
     [
         ("lef", "extends 'lef', which does not exist"),
-        ("../leaf", "extends takes the name"),
-        ('"a\\0b"', "extends takes the name"),
-        ("[leaf]", "extends takes the name"),
-        ("12", "extends takes the name"),
-        ("x" * 300, "extends takes the name"),
+        ("../leaf", "extends takes names"),
+        ('"a\\0b"', "extends takes names"),
+        ("[leaf, [a]]", "extends takes names"),
+        ("12", "extends takes names"),
+        ("x" * 300, "extends takes names"),
         ("child", "extends itself through child.yaml"),
+        ("[leaf, lef]", "extends 'lef', which does not exist"),
+        ("[leaf, leaf]", "extends leaf.yaml, which another parent extends already"),
     ],
 )
 def test_parents_that_cannot_be(write: Write, parent: str, what: str) -> None:
@@ -264,8 +266,36 @@ def test_parents_that_cannot_be(write: Write, parent: str, what: str) -> None:
     error = refused(path)
     assert what in error.what
     assert error.where == f"{path}:2: extends"
-    if parent == "lef":
+    if "lef" in parent and "exist" in what:
         assert error.fix == "did you mean leaf?"
+
+
+def test_of_several_parents_the_last_wins(write: Write) -> None:
+    write(LEAF)
+    write("drafter: {block_size: 16, checkpoint: {repo: owner/small}}\nnotes: [small]\n", "_small")
+    write("notes: [base]\nserve: {window: 64}\n", "_other")
+    path = write(
+        "extends: [leaf, _other, _small]\nname: child\ntitle: A child for the tests\nverified: null\n", "child"
+    )
+    recipe = load_recipe(path)
+    assert recipe.drafter is not None
+    assert recipe.drafter.method is Method.DFLASH2
+    assert recipe.drafter.block_size == 16
+    assert recipe.drafter.checkpoint is not None
+    assert recipe.drafter.checkpoint.repo == "owner/small"
+    assert recipe.expect is None  # another drafter
+    assert recipe.notes == ("small",)
+    assert recipe.serve.window == 64
+    assert [document.path.stem for document in chain_of(path)] == ["child", "_small", "_other", "leaf"]
+
+
+def test_a_common_ancestor_is_refused(write: Write) -> None:
+    """Merged twice it would undo what the first parent changed."""
+    write("notes: [a]\n", "_top")
+    write("extends: _top\n", "_one")
+    write("extends: _top\n", "_two")
+    error = refused(write("extends: [_one, _two]\nname: child\n", "child"))
+    assert error.what == "_one.yaml extends _top.yaml, which another parent extends already"
 
 
 def test_circles_and_long_chains_end(write: Write) -> None:

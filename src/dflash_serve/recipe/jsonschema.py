@@ -22,10 +22,10 @@ def recipe_json_schema() -> dict[str, Any]:
     defs: dict[str, Any] = full.pop("$defs")
     partial: dict[str, Any] = {}
     properties = {key: _partial(value, defs, partial) for key, value in full["properties"].items()}
+    name = {"pattern": f"^{PARENT_PATTERN}$", "type": "string"}
     properties["extends"] = {
-        "description": "Name of a recipe or base (beginning with _) whose values stand below this file's.",
-        "pattern": f"^{PARENT_PATTERN}$",
-        "type": "string",
+        "anyOf": [name, {"items": name, "minItems": 1, "type": "array"}],
+        "description": "Recipes or bases (beginning with _) whose values stand below this file's; the last wins.",
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -59,42 +59,50 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def chain_of(path: Path) -> list[Document]:
-    """The file, what it extends, what that extends, and so on.
+    """The file and all that it extends, in order of precedence: of several parents the last comes first.
 
     Raises:
-        RecipeError: unreadable files, a circle, a parent that doesn't exist.
+        RecipeError: unreadable files, a circle, a parent that doesn't exist or comes twice.
     """
     chain: list[Document] = []
-    seen: set[Path] = set()
-    current = path
-    while True:
-        document = read_yaml(current, max_bytes=MAX_BYTES)
-        real = current.resolve()
-        if real in seen:
-            raise RecipeError(
-                f"{path.name} extends itself through {current.name}", where=where(chain[-1:], ("extends",))
-            )
-        if len(chain) >= MAX_EXTENDS:
-            raise RecipeError(f"{path.name} extends more than {MAX_EXTENDS} files", where=str(path))
-        seen.add(real)
-        chain.append(document)
-        parent = document.data.get("extends")
-        if parent is None:
-            return chain
-        if not isinstance(parent, str) or not _PARENT.fullmatch(parent):
-            raise RecipeError(
-                f"extends takes the name of a recipe or base, got {str(parent)[:60]!r}",
-                where=where(chain[-1:], ("extends",)),
-            )
-        following = current.parent / f"{parent}.yaml"
+    _collect(path, chain, ())
+    return chain
+
+
+def _collect(path: Path, chain: list[Document], below: tuple[Document, ...]) -> None:
+    document = read_yaml(path, max_bytes=MAX_BYTES)
+    if path.resolve() in {other.path.resolve() for other in chain}:
+        circle = path.resolve() in {other.path.resolve() for other in below}
+        raise RecipeError(
+            f"{below[-1].path.name} extends {'itself through ' if circle else ''}{path.name}"
+            f"{'' if circle else ', which another parent extends already'}",
+            where=where([below[-1]], ("extends",)),
+        )
+    if len(chain) >= MAX_EXTENDS:
+        raise RecipeError(f"{chain[0].path.name} extends more than {MAX_EXTENDS} files", where=str(chain[0].path))
+    chain.append(document)
+    for parent in reversed(_parents(document)):
+        following = path.parent / f"{parent}.yaml"
         if not following.is_file():
-            names = [p.name.removesuffix(".yaml") for p in current.parent.glob("*.yaml")]
+            names = [p.name.removesuffix(".yaml") for p in path.parent.glob("*.yaml")]
             raise RecipeError(
                 f"extends {parent!r}, which does not exist",
-                where=where(chain[-1:], ("extends",)),
+                where=where([document], ("extends",)),
                 fix=nearest(parent, names),
             )
-        current = following
+        _collect(following, chain, (*below, document))
+
+
+def _parents(document: Document) -> list[str]:
+    value = document.data.get("extends")
+    names = value if isinstance(value, list) else [] if value is None else [value]
+    for name in names:
+        if not isinstance(name, str) or not _PARENT.fullmatch(name):
+            raise RecipeError(
+                f"extends takes names of recipes or bases, got {str(name)[:60]!r}",
+                where=where([document], ("extends",)),
+            )
+    return names
 
 
 def _merge(base: Any, over: Any) -> Any:
