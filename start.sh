@@ -132,7 +132,8 @@ make_venv() { # MARKER WHAT REQUIREMENTS [uv options]
         *) fail 5 "Linux on x86_64 or aarch64 is needed; this is $(uname -sm)" "on Windows, use WSL 2" ;;
     esac
     [ -w "$root" ] || fail 5 "$root is not writable" "clone the project to a directory that you own"
-    if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -f "$venv/.dflash-begun" ] && [ -n "$(ls -A "$venv")" ]; then
+    # An interrupted start leaves a pyvenv.cfg, or no file at all.
+    if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(find "$venv" ! -type d)" ]; then
         fail 5 "$venv exists and is not a virtual environment" "move it away"
     fi
     # Two first starts at once: the second waits here, and finds the work done.
@@ -148,9 +149,6 @@ make_venv() { # MARKER WHAT REQUIREMENTS [uv options]
     # An interpreter that was removed or no longer fits leaves nothing worth keeping.
     if [ -e "$venv" ] && ! fits "$venv/bin/python"; then
         rm -rf "$venv"
-    fi
-    if ! { mkdir -p "$venv" && : >"$venv/.dflash-begun"; } 2>/dev/null; then
-        fail 5 "cannot write $venv" "check its permissions and the free disk space"
     fi
     find_python
     with_uv "$@" || with_pip "$requirements"

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_TOOLS = (
-    "bash", "cat", "chmod", "cksum", "cp", "env", "flock", "grep", "ls", "mkdir", "readlink", "rm", "sleep", "tail",
-    "touch", "uname",
+    "bash", "cat", "chmod", "cksum", "cp", "env", "find", "flock", "grep", "ls", "mkdir", "readlink", "rm", "sleep",
+    "tail", "touch", "uname",
 )  # fmt: skip
 
 # Stands for python3, for the virtual environment's python, and for pip: it notes each call, and makes what they make.
@@ -46,6 +46,10 @@ esac
 FAKE_UV = r"""#!@BASH@
 echo "uv $*" >>"$CALLS"
 [ -z "${FAKE_UV_FAILS:-}" ] || { echo "error: $FAKE_UV_FAILS" >&2; exit 2; }
+if [ -n "$(ls -A "$UV_PROJECT_ENVIRONMENT" 2>/dev/null)" ] && [ ! -x "$UV_PROJECT_ENVIRONMENT/bin/python" ]; then
+    echo "error: Project virtual environment directory cannot be used because it is not a valid Python environment" >&2
+    exit 2
+fi
 mkdir -p "$UV_PROJECT_ENVIRONMENT/bin" && touch "$UV_PROJECT_ENVIRONMENT/pyvenv.cfg"
 cp "$FAKE_PYTHON" "$UV_PROJECT_ENVIRONMENT/bin/python"
 cp "$STUB" "$UV_PROJECT_ENVIRONMENT/bin/dflash-serve"

@@ -223,6 +223,13 @@ def test_an_environment_whose_python_is_gone_is_made_again(machine: Machine):
     assert sum(call.startswith("python -m venv") for call in machine.calls) == 2
 
 
+def test_an_environment_that_was_only_begun_is_made_again(with_uv: Machine):
+    (with_uv.checkout / ".venv" / "lib").mkdir(parents=True)
+    result = with_uv.start("tiny")
+    assert result.returncode == 0, result.stderr
+    assert "could not" not in result.stderr
+
+
 def test_somebody_elses_directory_is_left_alone(machine: Machine):
     keep = machine.checkout / ".venv" / "keep"
     keep.parent.mkdir()
