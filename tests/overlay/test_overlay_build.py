@@ -178,7 +178,7 @@ def test_mounts_inside_one_another_are_one(tmp_path: Path) -> None:
     place = tmp_path / "o" / "snap"
     layout = plan_mounts(tmp_path / "o", [SnapshotSource(place)])
     assert len(layout.mounts) == 1
-    assert str(layout.inside(tmp_path / "o" / "x")).startswith("/srv/dflash-serve/")
+    assert str(layout.inside(tmp_path / "o" / "x")).startswith("/srv/models/")
     with pytest.raises(ValueError, match="not mounted"):
         layout.inside(tmp_path / "other" / "x")
 

@@ -49,7 +49,7 @@ class Layout:
         return self.prefix / real.relative_to(self.common).as_posix()
 
 
-def plan_mounts(home: Path, sources: Iterable[SnapshotSource], prefix: str = "/srv/dflash-serve") -> Layout:
+def plan_mounts(home: Path, sources: Iterable[SnapshotSource], prefix: str = "/srv/models") -> Layout:
     """Mounts for the overlays home and every snapshot that is served or overlaid."""
     real_home = Path(os.path.realpath(home))
     roots = sorted({real_home, *(source.root for source in sources)})
