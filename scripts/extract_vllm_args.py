@@ -168,9 +168,7 @@ def kind_of(tree: Tree, node: ast.AST, relative: str, depth: int = 0) -> Kind:
         name = ast.unparse(node).split(".")[-1]
         if name in {"bool", "str", "int", "float", "dict", "Any", "None"}:
             kind.plain.add(name)
-        elif (found := tree.definition(name, relative)) is not None and not isinstance(
-            found[0], ast.ClassDef
-        ):
+        elif (found := tree.definition(name, relative)) is not None and not isinstance(found[0], ast.ClassDef):
             _add(kind, kind_of(tree, found[0], found[1], depth + 1))
         else:
             kind.plain.add(name)
@@ -211,9 +209,7 @@ def flags_of(tree: Tree) -> dict[str, dict[str, Any]]:
         target.id: fields_of(tree, call.args[0].id, ENGINE)
         for node in ast.walk(module)
         if isinstance(node, ast.Assign) and isinstance(call := node.value, ast.Call)
-        if isinstance(call.func, ast.Name)
-        and call.func.id == "get_kwargs"
-        and isinstance(call.args[0], ast.Name)
+        if isinstance(call.func, ast.Name) and call.func.id == "get_kwargs" and isinstance(call.args[0], ast.Name)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
@@ -298,6 +294,7 @@ def enum_members(tree: Tree, relative: str, name: str) -> list[str]:
 
 def extract(tree: Tree, previous: list[Tree]) -> dict[str, Any]:
     """All the data of one version."""
+    version = tree.version
     flags = flags_of(tree)
     backends = enum_members(tree, "vllm/v1/attention/backends/registry.py", "AttentionBackendEnum")
     flags["--attention-backend"]["choices"] = backends
@@ -308,7 +305,7 @@ def extract(tree: Tree, previous: list[Tree]) -> dict[str, Any]:
             if flag not in flags:
                 retired[flag] = older.version
     return {
-        "version": tree.version,
+        "version": version,
         "flags": flags,
         "deprecated": deprecated_of(tree),
         "retired": dict(sorted(retired.items())),
