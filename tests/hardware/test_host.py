@@ -111,6 +111,7 @@ def test_a_docker_container_and_a_pod_are_seen(tmp_path: Path) -> None:
             "python -m vllm.entrypoints.cli.main",
         ),
         (["VLLM::EngineCore"], "VLLM::EngineCore"),
+        (["python3", "-c", "token = 'secret'", "serve"], "python3 -c"),
         (["/usr/lib/xorg/Xorg", "-core", ":0"], "Xorg"),
         (["python", "a.py", "--token", "secret"], "python a.py"),
         (["nginx: worker process"], "nginx:"),

@@ -59,6 +59,11 @@ class GpuLocks:
         self._held = held
         self.holder = holder
 
+    @classmethod
+    def none(cls, name: str) -> GpuLocks:
+        """Locks of no GPU."""
+        return cls({}, Holder.now(name))
+
     @property
     def fds(self) -> tuple[int, ...]:
         """Descriptors for `subprocess.Popen(pass_fds=...)`."""

@@ -87,10 +87,12 @@ def short_command(argv: list[str]) -> str | None:
     out = [program]
     if program.startswith(("python", "ruby", "node", "perl", "bash", "sh")):
         rest = argv[1:]
-        while rest and rest[0].startswith("-") and rest[0] != "-m":
+        while rest and rest[0].startswith("-") and rest[0] not in {"-m", "-c", "-e"}:
             rest = rest[1:]
         if rest[:1] == ["-m"] and len(rest) > 1:
             out += ["-m", rest[1]]
+        elif rest[:1] in (["-c"], ["-e"]):
+            out.append(rest[0])
         elif rest:
             out.append(rest[0].rpartition("/")[2])
             if len(rest) > 1 and not rest[1].startswith("-") and "/" not in rest[1]:

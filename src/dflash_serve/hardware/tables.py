@@ -15,6 +15,7 @@ from dflash_serve.errors import UsageError
 from dflash_serve.hardware.model import parse_capability
 
 Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
+Source = Annotated[str, StringConstraints(pattern=r"^(https://\S+|measured 20\d\d-\d\d-\d\d: .+)$")]
 Capability = Annotated[str, StringConstraints(pattern=r"^\d+\.\d$")]
 MIB = 2**20
 
@@ -57,7 +58,7 @@ class NamedGpu(Row):
     unified: bool = False
     pcie: str | None = None
     nvlink: str | None = None
-    sources: dict[Literal["memory_nvml", "memory_cuda", "bandwidth", "flops"], Url]
+    sources: dict[Literal["memory_nvml", "memory_cuda", "bandwidth", "flops"], Source]
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")

@@ -1,0 +1,1 @@
+"""Checks before a start: each sees one wall, all run, all findings are shown together."""

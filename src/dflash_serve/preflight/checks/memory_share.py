@@ -1,0 +1,62 @@
+"""gpu_memory_utilization is below what this kind of machine can stand."""
+
+from __future__ import annotations
+
+from dflash_serve.findings import Finding, Severity, note
+from dflash_serve.hardware.model import Gpu, amount
+from dflash_serve.preflight.context import Context
+from dflash_serve.preflight.facts import UtilizationLimit, facts
+from dflash_serve.preflight.parsers import version
+
+IDS = ("utilization-unified", "utilization-wsl", "utilization-small", "unified-page-cache")
+GIB = 2**30
+PAGE_CACHE = 8 * GIB
+
+
+def check(context: Context) -> list[Finding]:
+    if not context.uses_gpus or context.utilization is None:
+        return []
+    limits, share = facts().utilization, context.utilization
+    out: list[Finding] = []
+    for gpu in context.chosen:
+        usable = context.inventory.usable_bytes(gpu)
+        if gpu.unified:
+            out += _above("utilization-unified", share, limits.unified, gpu)
+            out += _page_cache(context, gpu)
+        elif context.inventory.host.wsl:
+            out += _above("utilization-wsl", share, limits.wsl, gpu)
+        elif usable is not None and usable <= (limits.small.up_to_gib or 0) * GIB:
+            out += _above("utilization-small", share, limits.small, gpu)
+    return out
+
+
+def _above(id: str, share: float, limit: UtilizationLimit, gpu: Gpu) -> list[Finding]:
+    if share <= limit.limit + 1e-9:
+        return []
+    return [
+        Finding(
+            id=id,
+            severity=Severity(limit.severity),
+            what=f"gpu_memory_utilization {share:g} is above {limit.limit:g} on {gpu.label}: {limit.why}",
+            where=limit.source,
+            fix=f"--set gpu_memory_utilization={limit.limit:g}",
+        )
+    ]
+
+
+def _page_cache(context: Context, gpu: Gpu) -> list[Finding]:
+    """Engines before the fix read MemFree: a full page cache then looks like a full GPU."""
+    host, fixed = context.inventory.host, facts().unified_memory_fixed_in
+    if host.ram_free is None or host.ram_available is None or host.ram_available - host.ram_free < PAGE_CACHE:
+        return []
+    engine = version(context.vllm_version)
+    if engine is not None and engine >= (version(fixed.value) or ()):
+        return []
+    return [
+        note(
+            "unified-page-cache",
+            f"{amount(host.ram_available - host.ram_free)} of page cache count as used in vLLM before {fixed.value}",
+            where=f"{gpu.label}, {fixed.source}",
+            fix="if it reports too little free memory: sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
+        )
+    ]

@@ -1,0 +1,86 @@
+"""facts.yaml: the limits that the checks apply, with their sources."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
+
+
+class Fact(BaseModel):
+    """Base of every fact."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CudaDriver(Fact):
+    """Oldest driver branch that serves a CUDA major version."""
+
+    cuda: int
+    driver: int
+    source: Url
+
+
+class Bytes(Fact):
+    """A size."""
+
+    value: int
+    source: Url
+
+
+class VersionFact(Fact):
+    """A version."""
+
+    value: str
+    source: Url
+
+
+class UtilizationLimit(Fact):
+    """A share of the memory above which `severity` applies; `up_to_gib` limits it to small GPUs."""
+
+    limit: float
+    severity: Literal["refuse", "warn"]
+    up_to_gib: float | None = None
+    why: str
+    source: Url
+
+
+class UtilizationLimits(Fact):
+    """By kind of machine."""
+
+    unified: UtilizationLimit
+    wsl: UtilizationLimit
+    small: UtilizationLimit
+
+
+class Connectors(Fact):
+    """KV connectors: those that run hybrid models, those where an external package decides, those that don't."""
+
+    names: tuple[str, ...]
+    external: tuple[str, ...]
+    refused: tuple[str, ...]
+    source: Url
+
+
+class Facts(Fact):
+    """The whole file."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    cuda_drivers: tuple[CudaDriver, ...]
+    shared_memory_bytes: Bytes
+    utilization: UtilizationLimits
+    hybrid_connectors: Connectors
+    unified_memory_fixed_in: VersionFact
+    plugin: str
+
+
+@lru_cache(maxsize=1)
+def facts() -> Facts:
+    """The facts, read once."""
+    path = Path(__file__).resolve().parent / "facts.yaml"
+    return Facts.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -1,0 +1,166 @@
+"""A Plan as the plain values that the checks read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash_serve import paths
+from dflash_serve.checkpoint.config_reader import read_target
+from dflash_serve.checkpoint.hub_cache import hub_cache
+from dflash_serve.checkpoint.pins import load_pins
+from dflash_serve.checkpoint.safetensors_header import weight_files
+from dflash_serve.errors import DFlashError
+from dflash_serve.hardware.inventory import read
+from dflash_serve.plan.model import ModelRef, Plan
+from dflash_serve.preflight.context import Context, Probes, Weights
+from dflash_serve.preflight.parsers import Version, connector_name, locked_cuda
+from dflash_serve.recipe import catalogue
+from dflash_serve.recipe.schema import Checkpoint, Recipe
+
+CUDA_LOCK = "docker/requirements/cuda.txt"
+
+
+def context_of(plan: Plan, **changes: Any) -> Context:
+    """Read the machine and put beside it what the plan asks for; `changes` replace single values.
+
+    A recipe or pins that can't be read any more leave their values unknown: the plan has been made already.
+    """
+    recipe = _recipe(plan)
+    weights = tuple(_weights(plan, recipe))
+    cuda = engine_cuda() if plan.engine.variant == "cuda" else None
+    context = Context(
+        recipe=plan.recipe,
+        inventory=read(),
+        variant=plan.engine.variant,
+        runtime=plan.engine.runtime,
+        vllm_version=plan.engine.vllm_version,
+        host=plan.server.host,
+        port=plan.server.port,
+        gpus=tuple(gpu.index for gpu in plan.hardware.gpus),
+        gpu_uuids=tuple(gpu.uuid or f"index-{gpu.index}" for gpu in plan.hardware.gpus),
+        utilization=_number(plan, "gpu_memory_utilization") if plan.engine.variant == "cuda" else None,
+        tensor_parallel_size=int(_number(plan, "tensor_parallel_size") or 1),
+        requires_capability=recipe.requires.compute_capability if recipe and recipe.requires else None,
+        requires_memory_gib=recipe.requires.gpu_memory_gib if recipe and recipe.requires else None,
+        method=plan.drafter.method if plan.drafter else None,
+        num_speculative_tokens=plan.drafter.num_speculative_tokens if plan.drafter else None,
+        block_size=plan.drafter.block_size if plan.drafter else None,
+        hybrid=_hybrid(plan.target),
+        kv_connector=_connector(plan.argv),
+        model_paths=tuple(ref.served_from for ref in (plan.target, plan.drafter) if ref and ref.served_from),
+        weights=weights,
+        hub_token=hub_token(os.environ),
+        cache_directory=hub_cache(),
+        fetch_bytes=_fetch_bytes(weights, recipe),
+        load_bytes=_load_bytes(weights, plan.engine.variant),
+        engine_cuda=cuda,
+        torch_cuda=cuda,
+        engine_environment=plan.environment,
+        user_environment=dict(os.environ),
+        forced=frozenset(plan.forced),
+        probes=Probes(inventory=read),
+    )
+    return replace(context, **changes)
+
+
+def engine_cuda() -> Version | None:
+    """CUDA of the locked engine; None when the lock can't be read."""
+    try:
+        return locked_cuda((paths.project_root() / CUDA_LOCK).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+
+
+def hub_token(environment: Mapping[str, str]) -> bool:
+    """Whether a token for the hub is there. It is not read."""
+    if environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN"):
+        return True
+    home = environment.get("HF_HOME")
+    place = environment.get("HF_TOKEN_PATH") or (Path(home) / "token" if home else hub_cache().parent / "token")
+    return Path(place).expanduser().is_file()
+
+
+def _recipe(plan: Plan) -> Recipe | None:
+    try:
+        return catalogue.find(plan.recipe)
+    except DFlashError:
+        return None
+
+
+def _weights(plan: Plan, recipe: Recipe | None) -> list[Weights]:
+    try:
+        pins = load_pins(plan.recipe)
+    except DFlashError:
+        pins = None
+    out: list[Weights] = []
+    sides: list[tuple[Literal["target", "drafter"], ModelRef | None, Checkpoint | None]] = [
+        ("target", plan.target, recipe.target if recipe else None),
+        ("drafter", plan.drafter, recipe.drafter.checkpoint if recipe and recipe.drafter else None),
+    ]
+    for role, ref, checkpoint in sides:
+        if ref is None or ref.snapshot is None:
+            continue
+        manifest = pins.of(role) if pins else None
+        fits = manifest is not None and ref.revision in {None, manifest.revision}
+        out.append(
+            Weights(
+                role=role,
+                directory=Path(ref.snapshot) if ref.present or ref.repo is None else None,
+                sizes={file.path: file.size for file in manifest.files} if manifest and fits else {},
+                repo=ref.repo,
+                revision=ref.revision,
+                gated=bool(checkpoint and checkpoint.gated),
+                tokenizer=role == "target",
+            )
+        )
+    return out
+
+
+def _fetch_bytes(weights: tuple[Weights, ...], recipe: Recipe | None) -> int:
+    """Bytes of the checkpoints that aren't here, by the pins or as published; unknown sizes count nothing."""
+    total = 0
+    for entry in weights:
+        if entry.directory is not None or recipe is None:
+            continue
+        drafter = recipe.drafter.checkpoint if recipe.drafter else None
+        checkpoint = recipe.target if entry.role == "target" else drafter
+        total += sum(entry.sizes.values()) or (checkpoint.size_bytes or 0 if checkpoint else 0)
+    return total
+
+
+def _load_bytes(weights: tuple[Weights, ...], variant: str) -> int:
+    """Host memory for the weights: all of them on the CPU, the largest file where a GPU takes them one by one."""
+    sizes: list[int] = []
+    for entry in weights:
+        if entry.directory is None:
+            continue
+        try:
+            sizes += [(entry.directory / name).stat().st_size for name in weight_files(entry.directory)]
+        except (DFlashError, OSError):
+            continue  # the check of the files says what is wrong
+    return sum(sizes) if variant == "cpu" else max(sizes, default=0)
+
+
+def _hybrid(target: ModelRef) -> bool:
+    try:
+        return read_target(Path(target.snapshot or "")).gdn is not None
+    except (DFlashError, OSError):
+        return False
+
+
+def _connector(argv: tuple[str, ...]) -> str | None:
+    for position, word in enumerate(argv):
+        flag, separator, value = word.partition("=")
+        if flag == "--kv-transfer-config":
+            return connector_name(value if separator else " ".join(argv[position + 1 : position + 2]))
+    return None
+
+
+def _number(plan: Plan, key: str) -> float | None:
+    decision = plan.shape.get(key)
+    value = decision.value if decision else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

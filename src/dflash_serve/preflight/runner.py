@@ -1,0 +1,81 @@
+"""Runs every check and shows all findings; `preflight(plan)` also takes the GPUs' locks."""
+
+from __future__ import annotations
+
+import difflib
+import traceback
+from collections.abc import Iterable
+
+from dflash_serve.errors import PreflightRefused
+from dflash_serve.findings import Finding, Severity, refuse
+from dflash_serve.hardware.lock import GpuLocks, acquire
+from dflash_serve.plan.model import Plan
+from dflash_serve.preflight.context import Context
+from dflash_serve.preflight.from_plan import context_of
+from dflash_serve.preflight.registry import Check, all_checks, known_ids
+
+ORDER = {Severity.REFUSE: 0, Severity.WARN: 1, Severity.NOTE: 2}
+# What cannot be overruled: two servers on one GPU, and a typo in the overruling itself.
+FIRM = frozenset({"gpu-lock", "unknown-check", "plan-hypothetical"})
+
+
+def preflight(plan: Plan) -> tuple[list[Finding], GpuLocks]:
+    """All findings for a plan on this machine, and the locks of its GPUs.
+
+    The locks hold nothing when a check refuses; the caller passes `locks.fds` to the server and closes its own.
+    """
+    held = GpuLocks.none(plan.recipe)
+    if plan.hardware.hypothetical:
+        what = "the plan is for GPUs that were only named"
+        return [refuse("plan-hypothetical", what, where="--gpu", fix="leave --gpu out to check this machine")], held
+    context = context_of(plan)
+    findings = run(context)
+    if not any(finding.severity is Severity.REFUSE for finding in findings):
+        try:
+            held = acquire(context.gpu_uuids, plan.recipe)
+        except PreflightRefused as exc:
+            findings = sorted([*findings, *exc.findings], key=lambda finding: ORDER[finding.severity])
+    return findings, held
+
+
+def run(context: Context, checks: Iterable[Check] | None = None) -> list[Finding]:
+    """Every finding of every check, refusals first. Never raises: a check that crashes is a finding itself."""
+    found = list(context.inventory.findings) if context.uses_gpus else []
+    for check in all_checks() if checks is None else checks:
+        try:
+            found += check.run(context)
+        except Exception as exc:
+            found.append(_crashed(check, exc))
+    found = [_forced(finding, context.forced) for finding in found]
+    found += _misspelled(context.forced)
+    return sorted(dict.fromkeys(found), key=lambda finding: ORDER[finding.severity])
+
+
+def _forced(finding: Finding, forced: frozenset[str]) -> Finding:
+    if finding.severity is not Severity.REFUSE or finding.id not in forced or finding.id in FIRM:
+        return finding
+    return finding.model_copy(update={"severity": Severity.WARN, "what": f"{finding.what} (forced)"})
+
+
+def _misspelled(forced: frozenset[str]) -> list[Finding]:
+    known = known_ids()
+    out: list[Finding] = []
+    for id in sorted(forced - set(known)):
+        near = difflib.get_close_matches(id, known, n=3, cutoff=0.4)
+        fix = f"did you mean {' or '.join(near)}?" if near else "the ids stand in brackets behind each finding"
+        out.append(refuse("unknown-check", f"--force {id[:60]}: there is no such check", fix=fix))
+    out += [
+        refuse("unknown-check", f"{id} cannot be forced", fix="stop the other server, or choose other GPUs")
+        for id in sorted(forced & FIRM)
+    ]
+    return out
+
+
+def _crashed(check: Check, exc: Exception) -> Finding:
+    last = traceback.extract_tb(exc.__traceback__)[-1]
+    return refuse(
+        "check-crashed",
+        f"the check {check.name} failed: {type(exc).__name__}: {' '.join(str(exc).split())[:120]}. This is a bug",
+        where=f"{last.filename}:{last.lineno}",
+        fix="report it with these lines; to start all the same: --force check-crashed",
+    )
