@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -41,7 +42,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shapes, st.integers(8, 180), st.integers(0, 60))
 def test_more_memory_never_shrinks_the_pool(shape: Shape, gib: int, more: int) -> None:
     drafter = DRAFTER if shape.draft_tokens else None
@@ -50,7 +51,7 @@ def test_more_memory_never_shrinks_the_pool(shape: Shape, gib: int, more: int) -
     assert large.kv_pool_tokens >= small.kv_pool_tokens
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shapes, st.integers(24, 180), st.integers(0, 256))
 def test_more_sequences_never_grow_the_pool(shape: Shape, gib: int, more: int) -> None:
     drafter = DRAFTER if shape.draft_tokens else None
@@ -85,7 +86,7 @@ def machine(count: int, gib: float, capability: str, free: float) -> Inventory:
     return Inventory(gpus=gpus, host=Host())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 8),
     st.floats(8, 180),
@@ -125,7 +126,7 @@ def test_a_schedule_covers_every_load_and_falls(k: int, sequences: int, limit: i
         return
     assert rows[0][0] == 1
     assert rows[-1][1] == sequences
-    for left, right in zip(rows, rows[1:], strict=False):
+    for left, right in itertools.pairwise(rows):
         assert right[0] == left[1] + 1
         assert right[2] < left[2]
     assert all(last * (tokens + 1) <= limit for _, last, tokens in rows if tokens)

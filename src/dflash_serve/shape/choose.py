@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -266,6 +267,8 @@ def _unified_cap(gpu: Machine) -> tuple[float, str] | None:
 def _schedule(request: Request, draft: Drafting, sequences: int) -> tuple[list[list[int]], str]:
     if not draft.k:
         return [], "nothing is drafted"
+    if wish := request.wishes.get("num_speculative_tokens_per_batch_size"):
+        return json.loads(str(wish.value)), wish.reason
     limit, basis = drafting.verification_limit(request.target, request.machine)
     return drafting.schedule(draft.k, sequences, limit, basis)
 
@@ -309,7 +312,6 @@ def _values(
     windows = chosen.budget.max_full_windows
     factor = max(1.0, shape.window / native)
     factor_reason = "the window is within the target's own" if factor == 1 else f"{shape.window} / {native} tokens"
-    drafter = request.recipe.drafter
 
     def auto(key: str, value: bool | int | float | str | None, reason: str) -> Decision:
         asked = wish(key)
@@ -349,7 +351,7 @@ def _values(
         "draft_attention_backend": auto("draft_attention_backend", kv.draft_backend, kv.draft_reason),
         "draft_sampling": auto(
             "draft_sampling",
-            drafter.sampling if drafter and draft.k else None,
+            ("probabilistic" if shape.probabilistic else "greedy") if draft.k else None,
             "greedy drafts need no probabilities" if draft.k else "nothing is drafted",
         ),
         "kv_cache_gib": auto(

@@ -99,8 +99,8 @@ def legend(budget: MemoryBudget, *, explain: bool) -> Table:
     if explain:
         table.add_column(overflow="fold")
     for part, (style, _) in zip(budget.parts, _styled(budget), strict=True):
-        cells = [Text("■", style=style), part.name, f"{part.bytes / GIB:.2f}"]
-        table.add_row(*cells, *([part.formula] if explain else []))
+        size = f"{part.bytes / GIB:.2f}"
+        table.add_row(Text("■", style=style), part.name, size, *([part.formula] if explain else []))
     table.add_row("", "one GPU, GiB", f"{budget.gpu_bytes / GIB:.2f}", *([""] if explain else []))
     return table
 
