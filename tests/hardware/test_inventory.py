@@ -53,6 +53,28 @@ def test_a_machine_is_read_as_described(name: str) -> None:
     assert Inventory.model_validate_json(inventory.model_dump_json()) == inventory
 
 
+@pytest.mark.parametrize(
+    ("name", "held_mib"),
+    [
+        ("2x5090", 0),
+        ("draining", 0),
+        ("busy-vllm", 0),
+        ("other-namespace", 0),
+        ("1x3090-desktop", 1334),
+        ("wsl2-3090", 963),
+    ],
+)
+def test_a_plan_counts_on_what_a_server_will_leave_and_not_on_what_a_desktop_keeps(name: str, held_mib: int) -> None:
+    inventory = inventory_of(name)
+    gpu = inventory.gpus[0]
+    assert inventory.plannable_bytes(gpu) == (gpu.memory_usable or 0) - held_mib * 2**20
+
+
+def test_a_plan_for_unified_memory_counts_on_what_is_available() -> None:
+    inventory = inventory_of("gb10")
+    assert inventory.plannable_bytes(inventory.gpus[0]) == 100 * 2**30
+
+
 def test_a_process_is_named_with_its_user() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "vllm", "serve"])
     try:

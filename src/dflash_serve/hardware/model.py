@@ -193,6 +193,21 @@ class Inventory(Fact):
         """What a start can count on now; on unified machines MemAvailable, not MemFree (vllm#48140)."""
         return self.host.ram_available if gpu.unified else gpu.memory_free
 
+    def plannable_bytes(self, gpu: Gpu) -> int | None:
+        """What a plan may count on: the usable memory less what stays, a desktop's or Windows' share.
+
+        Memory of a server that runs or is just dying is not taken off: the preflight refuses the one and waits for
+        the other, and a plan that shrank around it would keep a smaller pool for good.
+        """
+        usable = self.usable_bytes(gpu)
+        if gpu.unified or usable is None or gpu.memory_used is None:
+            return self.free_bytes(gpu)
+        if gpu.display_active or self.host.wsl:
+            stays = gpu.memory_used - sum(p.memory or 0 for p in gpu.processes if p.kind == "compute")
+        else:
+            stays = sum(p.memory or 0 for p in gpu.processes if p.kind == "graphics")
+        return usable - max(0, stays)
+
     def gpu(self, index: int) -> Gpu | None:
         """The GPU of that index."""
         return next((gpu for gpu in self.gpus if gpu.index == index), None)
