@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from dflash_serve.hardware import inventory as module
 from dflash_serve.hardware.inventory import read
 from dflash_serve.hardware.model import Inventory
+from dflash_serve.hardware.utilization import utilization_limit
 
 
 def look(inventory: Inventory, path: str) -> Any:
@@ -73,6 +74,17 @@ def test_a_plan_counts_on_what_a_server_will_leave_and_not_on_what_a_desktop_kee
 def test_a_plan_for_unified_memory_counts_on_what_is_available() -> None:
     inventory = inventory_of("gb10")
     assert inventory.plannable_bytes(inventory.gpus[0]) == 100 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "limit"),
+    [("gb10", "unified", 0.75), ("wsl2-3090", "wsl", 0.93), ("2x5090", "small", 0.95), ("h200", None, None)],
+)
+def test_the_share_that_this_kind_of_machine_can_stand(name: str, kind: str | None, limit: float | None) -> None:
+    inventory = inventory_of(name)
+    found = utilization_limit(inventory, inventory.gpus[0])
+    assert (found and found[0]) == kind
+    assert (found and found[1].limit) == limit
 
 
 def test_a_process_is_named_with_its_user() -> None:

@@ -183,20 +183,21 @@ class ArchitectureTable(Row):
 TableT = TypeVar("TableT", bound=BaseModel)
 
 
-def _read(path: Path, model: type[TableT]) -> TableT:
+def read_table(path: Path, model: type[TableT]) -> TableT:
+    """A data file of this room, validated."""
     return model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 @lru_cache(maxsize=1)
 def gpu_table() -> GpuTable:
     """The named GPUs."""
-    return _read(HERE / "gpus.yaml", GpuTable)
+    return read_table(HERE / "gpus.yaml", GpuTable)
 
 
 @lru_cache(maxsize=1)
 def architecture_table() -> ArchitectureTable:
     """What each architecture can do."""
-    return _read(HERE / "architectures.yaml", ArchitectureTable)
+    return read_table(HERE / "architectures.yaml", ArchitectureTable)
 
 
 _COMPARE: dict[str, Callable[[tuple[int, int], tuple[int, int]], bool]] = {

@@ -40,24 +40,6 @@ class VersionFact(Fact):
     source: Url
 
 
-class UtilizationLimit(Fact):
-    """A share of the memory above which `severity` applies; `up_to_gib` limits it to small GPUs."""
-
-    limit: float
-    severity: Literal["refuse", "warn"]
-    up_to_gib: float | None = None
-    why: str
-    source: Url
-
-
-class UtilizationLimits(Fact):
-    """By kind of machine."""
-
-    unified: UtilizationLimit
-    wsl: UtilizationLimit
-    small: UtilizationLimit
-
-
 class Connectors(Fact):
     """KV connectors: those that run hybrid models, those where an external package decides, those that don't."""
 
@@ -73,7 +55,6 @@ class Facts(Fact):
     schema_version: Literal[1] = Field(alias="schema")
     cuda_drivers: tuple[CudaDriver, ...]
     shared_memory_bytes: Bytes
-    utilization: UtilizationLimits
     hybrid_connectors: Connectors
     unified_memory_fixed_in: VersionFact
     plugin: str

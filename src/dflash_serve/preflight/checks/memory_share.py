@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dflash_serve.findings import Finding, Severity, note
 from dflash_serve.hardware.model import Gpu, amount
+from dflash_serve.hardware.utilization import Kind, UtilizationLimit, utilization_limit
 from dflash_serve.preflight.context import Context
-from dflash_serve.preflight.facts import UtilizationLimit, facts
+from dflash_serve.preflight.facts import facts
 from dflash_serve.preflight.parsers import version
 
 IDS = ("utilization-unified", "utilization-wsl", "utilization-small", "unified-page-cache")
@@ -16,32 +17,24 @@ PAGE_CACHE = 8 * GIB
 def check(context: Context) -> list[Finding]:
     if not context.uses_gpus or context.utilization is None:
         return []
-    limits, share = facts().utilization, context.utilization
     out: list[Finding] = []
     for gpu in context.chosen:
-        usable = context.inventory.usable_bytes(gpu)
+        found = utilization_limit(context.inventory, gpu)
+        if found is not None and context.utilization > found[1].limit + 1e-9:
+            out.append(_above(context.utilization, *found, gpu))
         if gpu.unified:
-            out += _above("utilization-unified", share, limits.unified, gpu)
             out += _page_cache(context, gpu)
-        elif context.inventory.host.wsl:
-            out += _above("utilization-wsl", share, limits.wsl, gpu)
-        elif usable is not None and usable <= (limits.small.up_to_gib or 0) * GIB:
-            out += _above("utilization-small", share, limits.small, gpu)
     return out
 
 
-def _above(id: str, share: float, limit: UtilizationLimit, gpu: Gpu) -> list[Finding]:
-    if share <= limit.limit + 1e-9:
-        return []
-    return [
-        Finding(
-            id=id,
-            severity=Severity(limit.severity),
-            what=f"gpu_memory_utilization {share:g} is above {limit.limit:g} on {gpu.label}: {limit.why}",
-            where=limit.source,
-            fix=f"--set gpu_memory_utilization={limit.limit:g}",
-        )
-    ]
+def _above(share: float, kind: Kind, limit: UtilizationLimit, gpu: Gpu) -> Finding:
+    return Finding(
+        id=f"utilization-{kind}",
+        severity=Severity(limit.severity),
+        what=f"gpu_memory_utilization {share:g} is above {limit.limit:g} on {gpu.label}: {limit.why}",
+        where=limit.source,
+        fix=f"--set gpu_memory_utilization={limit.limit:g}",
+    )
 
 
 def _page_cache(context: Context, gpu: Gpu) -> list[Finding]:
