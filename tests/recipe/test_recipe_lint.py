@@ -289,6 +289,7 @@ def test_request_fields_by_version() -> None:
         (["m", "--kv-cache-dtype", "fp8", "--attention-backend", "FLASHINFER"], []),
         (["m", "--kv-cache-dtype=fp8", "--no-enable-prefix-caching", "--enable_auto_tool_choice"], []),
         (["m", "--speculative-config", '{"method": "dflash"}', "--compilation-config.mode", "3"], []),
+        (["m", "--distributed-executor-backend", "my.module.Executor"], []),
         (["m", "--dtype", "bfloat17"], ["unknown-choice"]),
         (["m", "--mamba-ssm-cache-dtype=fp8"], ["unknown-choice"]),
         (["m", "--swap-space", "4"], ["unknown-flag"]),
