@@ -20,6 +20,8 @@ HERE = Path(__file__).resolve().parent
 MACHINES = HERE.parent / "data" / "machines"
 SOURCE = HERE / "fake_nvml.c"
 GIB, MIB = 2**30, 2**20
+# A described machine has no /proc and no kernel log; its host part is in the description.
+NOWHERE = Path("/nonexistent")
 
 
 def names() -> list[str]:
@@ -118,4 +120,4 @@ def inventory_of(name: str | dict[str, Any], *, pid: int | None = None) -> Inven
     """The real inventory code's view of a described machine."""
     machine = describe(name) if isinstance(name, str) else name
     with playing(machine, pid=pid):
-        return read(host=host_of(machine), names=lambda ids: {})
+        return read(root=NOWHERE, host=host_of(machine), names=lambda ids: {})

@@ -16,6 +16,7 @@ from dflash_serve.hardware.host import (
     parse_meminfo,
     read_host,
 )
+from dflash_serve.hardware.kernel_log import parse_xids, read_xids, same_device
 from dflash_serve.hardware.processes import program_of, short_command
 
 FULL = "0123456789abcdef" * 4
@@ -135,9 +136,28 @@ def test_any_pid_is_a_program_or_unknown(pid: int) -> None:
     assert name is None or isinstance(name, str)
 
 
+def test_xids_by_device(tmp_path: Path) -> None:
+    lines = (
+        "6,1,2,-;NVRM: Xid (PCI:0000:01:00): 31, pid=812, name=python3, Ch 00000008, MMU Fault FAULT_PDE",
+        "6,2,3,-;NVRM: Xid (PCI:0000:C1:00): 79, GPU has fallen off the bus.",
+        "6,3,4,-;NVRM: Xid (PCI:0000:01:00.0): 13, Graphics SM Warp Exception",
+        "6,4,5,-;usb 1-1: new device",
+    )
+    assert parse_xids("\n".join(lines)) == {"0000:01:00": (31, 13), "0000:c1:00": (79,)}
+    assert same_device("00000000:01:00.0", "0000:01:00")
+    assert same_device("00000000:C1:00.0", "0000:c1:00")
+    assert not same_device("00000000:02:00.0", "0000:01:00")
+    assert not same_device(None, "0000:01:00")
+    (tmp_path / "dev").mkdir()
+    assert read_xids(tmp_path) is None
+    (tmp_path / "dev" / "kmsg").write_text("\n".join(lines))
+    assert read_xids(tmp_path) == parse_xids("\n".join(lines))
+
+
 @given(st.text())
 def test_parsers_take_any_text(text: str) -> None:
     parse_meminfo(text)
     parse_cpuinfo(text)
+    parse_xids(text)
     found = container_id(text)
     assert found is None or len(found) == 64

@@ -114,6 +114,16 @@ def test_the_container_of_a_process_is_named(tmp_path: Path) -> None:
     assert unnamed.gpus[0].processes[0].container == "a" * 12
 
 
+def test_a_gpu_that_misbehaved_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kmsg").write_text("6,1,2,-;NVRM: Xid (PCI:0000:02:00): 31, pid=812, name=python3")
+    machine = describe("2x5090")
+    with playing(machine):
+        inventory = read(root=tmp_path, host=host_of(machine))
+    assert [gpu.xids for gpu in inventory.gpus] == [(), (31,)]
+    assert [(finding.id, finding.where) for finding in inventory.findings] == [("gpu-xid", inventory.gpus[1].label)]
+
+
 def test_a_driver_that_hangs_is_reported_and_does_not_hang_us() -> None:
     machine = describe("2x5090") | {"hang_seconds": 1.5}
     with playing(machine):

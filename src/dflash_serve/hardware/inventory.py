@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dflash_serve.findings import Finding, note
 from dflash_serve.hardware.host import ROOT, read_host
+from dflash_serve.hardware.kernel_log import read_xids, same_device
 from dflash_serve.hardware.model import Gpu, GpuProcess, Host, Inventory
 from dflash_serve.hardware.nvml import Nvml, NvmlUnavailable
 from dflash_serve.hardware.processes import ContainerNames, docker_names, identify
@@ -59,7 +60,8 @@ def _read(host: Host, root: Path, names: ContainerNames) -> Inventory:
         return Inventory(host=host, nvml_error=str(exc), nvml_fix=exc.fix)
     everyone = [process for gpu in gpus for process in gpu.processes]
     known = {process.pid: process for process in identify(everyone, root=root, names=names)}
-    gpus = [_named(gpu, known) for gpu in gpus]
+    xids = read_xids(root)
+    gpus = [_with_xids(_named(gpu, known), xids) for gpu in gpus]
     findings += [finding for gpu in gpus for finding in _remarks(gpu)]
     return Inventory(
         driver_version=driver,
@@ -79,10 +81,25 @@ def _named(gpu: Gpu, known: dict[int, GpuProcess]) -> Gpu:
     return gpu.model_copy(update={"processes": processes})
 
 
+def _with_xids(gpu: Gpu, xids: dict[str, tuple[int, ...]] | None) -> Gpu:
+    if xids is None:
+        return gpu
+    codes = next((codes for bus, codes in xids.items() if same_device(gpu.pci_bus_id, bus)), ())
+    return gpu.model_copy(update={"xids": codes})
+
+
 def _remarks(gpu: Gpu) -> list[Finding]:
     out: list[Finding] = []
     if gpu.unified:
         out.append(note("gpu-unified", "shares the machine's memory; free memory is MemAvailable", where=gpu.label))
+    if gpu.xids:
+        codes = ", ".join(str(code) for code in dict.fromkeys(gpu.xids[-8:]))
+        what = f"the driver reported Xid {codes} since boot"
+        out.append(
+            note(
+                "gpu-xid", what, where=gpu.label, fix="https://docs.nvidia.com/deploy/xid-errors/ says what each means"
+            )
+        )
     if gpu.ecc_uncorrected:
         out.append(
             note("gpu-ecc", f"{gpu.ecc_uncorrected} uncorrected ECC errors since the driver loaded", where=gpu.label)

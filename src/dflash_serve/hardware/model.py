@@ -58,6 +58,7 @@ class Gpu(Fact):
         memory_reserved: bytes that the driver keeps; CUDA's total is `memory_total - memory_reserved`.
         memory_used: bytes in use by anybody, without the reserved part.
         mig_enabled: True when only its slices can be used.
+        xids: driver errors in the kernel's log since boot; None where this user may not read it.
         display_active: a screen is attached and driven; None where the driver doesn't tell.
         healthy: False for a GPU that fell off the bus; everything else about it may be None.
     """
@@ -80,6 +81,7 @@ class Gpu(Fact):
     persistence: bool | None = None
     ecc_enabled: bool | None = None
     ecc_uncorrected: int | None = None
+    xids: tuple[int, ...] | None = None
     throttle_reasons: tuple[str, ...] = ()
     utilization_percent: int | None = None
     power_watts: float | None = None

@@ -285,6 +285,8 @@ class Nvml:
         try:
             return function(*args), None
         except Exception as exc:  # a driver's garbage reaches us as UnicodeDecodeError, ValueError, IndexError ...
+            if isinstance(exc, UnicodeError):
+                return None, "the driver's answer is not text"
             code = _code(exc)
             return None, code if code else _text(exc)
 

@@ -15,7 +15,7 @@ from dflash_serve.preflight.context import Context
 # Findings of the runner itself.
 RUNNER_IDS = ("gpu-lock", "unknown-check", "check-crashed", "plan-hypothetical")
 # Facts that were odd while the inventory was read.
-INVENTORY_IDS = ("nvml", "gpu-lost", "gpu-unified", "gpu-ecc")
+INVENTORY_IDS = ("nvml", "gpu-lost", "gpu-unified", "gpu-ecc", "gpu-xid")
 
 
 @dataclass(frozen=True)
