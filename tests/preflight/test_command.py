@@ -17,7 +17,7 @@ RUN = "from dflash_serve.cli import main; main()"
 
 @pytest.mark.parametrize(
     ("machine", "id"),
-    [("no-permission", "no-gpu"), ("2x5090", "checkpoint-absent"), ("all-calls-fail", None)],
+    [("no-permission", "no-gpu"), ("8xh100-busy", "gpu-busy"), ("all-calls-fail", None)],
 )
 def test_preflight_exits_with_4_and_says_why(tmp_path: Path, machine: str, id: str | None) -> None:
     with playing(describe(machine)) as description:

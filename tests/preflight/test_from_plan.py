@@ -149,8 +149,10 @@ def test_weights_that_are_not_here_are_refused_and_counted(tmp_path: Path) -> No
         made = context_of(absent)
     assert made.weights[0].directory is None
     assert made.fetch_bytes > 15 * GIB
-    assert "checkpoint-absent" in {finding.id for finding in run(made)}
-    assert "checkpoint-absent" not in {finding.id for finding in run(replace(made, will_fetch=True))}
+    said = {finding.id: finding.severity for finding in run(made)}
+    assert said["checkpoint-absent"] is Severity.NOTE
+    said = {finding.id: finding.severity for finding in run(replace(made, will_fetch=False))}
+    assert said["checkpoint-absent"] is Severity.REFUSE
 
 
 def test_a_plan_for_named_gpus_is_refused(tmp_path: Path) -> None:

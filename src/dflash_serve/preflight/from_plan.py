@@ -25,9 +25,13 @@ CUDA_LOCK = "docker/requirements/cuda.txt"
 
 
 def context_of(plan: Plan, **changes: Any) -> Context:
-    """Read the machine and put beside it what the plan asks for; `changes` replace single values.
+    """Read the machine and put beside it what the plan asks for.
 
     A recipe or pins that can't be read any more leave their values unknown: the plan has been made already.
+
+    Args:
+        changes: replace single values; inside a container, where nothing is fetched:
+            `runtime="container", will_fetch=False`.
     """
     recipe = _recipe(plan)
     weights = tuple(_weights(plan, recipe))
@@ -53,6 +57,7 @@ def context_of(plan: Plan, **changes: Any) -> Context:
         kv_connector=_connector(plan.argv),
         model_paths=tuple(ref.served_from for ref in (plan.target, plan.drafter) if ref and ref.served_from),
         weights=weights,
+        will_fetch=True,
         hub_token=hub_token(os.environ),
         cache_directory=hub_cache(),
         fetch_bytes=_fetch_bytes(weights, recipe),

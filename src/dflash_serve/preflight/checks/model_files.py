@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflash_serve.checkpoint.snapshot import check_snapshot, snapshot_files
 from dflash_serve.errors import CheckpointError
-from dflash_serve.findings import Finding, refuse
+from dflash_serve.findings import Finding, note, refuse
 from dflash_serve.hardware.model import amount
 from dflash_serve.preflight.context import Context, Weights
 
@@ -36,9 +36,12 @@ def check(context: Context) -> list[Finding]:
     for weights in context.weights:
         if weights.directory is not None:
             out += _one(weights, weights.directory)
-        elif not context.will_fetch:
+        else:
             what = f"the {weights.role} {weights.repo} is not on this machine"
-            out.append(refuse("checkpoint-absent", what, fix=f"dflash-serve fetch {context.recipe}"))
+            if context.will_fetch:
+                out.append(note("checkpoint-absent", f"{what}: the start fetches it first"))
+            else:
+                out.append(refuse("checkpoint-absent", what, fix=f"dflash-serve fetch {context.recipe}"))
     return out
 
 
