@@ -258,3 +258,26 @@ def test_balanced_grouping_grows_the_pool() -> None:
     assert balanced.budget is not None
     assert balanced.budget.layout.groups == 9
     assert balanced.budget.kv_pool_tokens > 1.1 * plain.budget.kv_pool_tokens
+
+
+def test_of_more_gpus_than_divide_the_heads_the_busiest_stays_idle() -> None:
+    gib = 2**30
+    gpus = tuple(
+        Gpu(
+            index=i,
+            name="NVIDIA GeForce RTX 5090",
+            compute_capability="12.0",
+            memory_total=32 * gib,
+            memory_used=used * gib,
+            memory_free=(32 - used) * gib,
+        )
+        for i, used in enumerate((20, 0, 0))
+    )
+    recipe = find(LONG)
+    pair = pair_of(recipe)
+    shape = choose(recipe, pair.target, pair.drafter, Inventory(gpus=gpus))
+    assert shape.gpus == (1, 2)
+    assert shape["gpu_memory_utilization"] == 0.92
+    assert not shape.refused
+    alone = choose(recipe, pair.target, pair.drafter, Inventory(gpus=gpus), overrides={"tensor_parallel_size": "1"})
+    assert alone.gpus == (1,)

@@ -17,7 +17,7 @@ from dflash_serve.shape.candidates import BATCHED, MIN_WINDOW, Candidate, Sizing
 from dflash_serve.shape.constants import GIB, constants
 from dflash_serve.shape.drafting import Drafting
 from dflash_serve.shape.kv_groups import Grouping
-from dflash_serve.shape.machine import Machine, machine
+from dflash_serve.shape.machine import Machine, freest, machine
 from dflash_serve.shape.memory import Shape
 from dflash_serve.shape.model import KEYS, Decision, ServingShape
 from dflash_serve.shape.tables import quirk_table, weight_factor
@@ -29,7 +29,11 @@ SEQUENCES = {Goal.LATENCY: (4, 2, 1), Goal.LONG_CONTEXT: (4, 2, 1), Goal.THROUGH
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that one choice is made from."""
+    """Everything that one choice is made from.
+
+    Attributes:
+        machine: the GPUs that serve; `found` counts those that could have.
+    """
 
     recipe: Recipe
     target: TargetFacts
@@ -39,6 +43,7 @@ class Request:
     wishes: Wishes
     vllm_version: str
     grouping: Grouping
+    found: int
 
 
 def choose(
@@ -70,7 +75,27 @@ def choose(
         CheckpointError: a checkpoint whose tensor sizes are not known.
     """
     gpu = machine(inventory, gpus)
-    request = Request(
+    request = _request(recipe, target, drafter, gpu, overrides, vllm_version, grouping, target_dir, drafter_dir)
+    size = _int(_tensor_parallel(request, _draft(request)))
+    if size < gpu.count:
+        # The rest stays idle, so let it be the busiest.
+        gpu = machine(inventory, freest(inventory, gpu.indices, size))
+        request = replace(request, machine=gpu, wishes=wishes(recipe, overrides, _rules(recipe, gpu)))
+    return _choose(request)
+
+
+def _request(
+    recipe: Recipe,
+    target: TargetFacts,
+    drafter: DrafterFacts | None,
+    gpu: Machine,
+    overrides: Mapping[str, str] | None,
+    vllm_version: str,
+    grouping: Grouping,
+    target_dir: Path | None,
+    drafter_dir: Path | None,
+) -> Request:
+    return Request(
         recipe=recipe,
         target=target,
         drafter=drafter,
@@ -79,13 +104,18 @@ def choose(
         wishes=wishes(recipe, overrides, _rules(recipe, gpu)),
         vllm_version=vllm_version,
         grouping=grouping,
+        found=gpu.count,
     )
-    return _choose(request)
+
+
+def _draft(request: Request) -> Drafting:
+    dtype = _dtype(request)
+    return drafting.drafting(request.recipe, request.drafter, request.wishes, str(dtype.value))
 
 
 def _choose(request: Request) -> ServingShape:
     dtype = _dtype(request)
-    draft = drafting.drafting(request.recipe, request.drafter, request.wishes, str(dtype.value))
+    draft = _draft(request)
     tp = _tensor_parallel(request, draft)
     eager = _eager(request)
     base, space, sizing = _problem(request, draft, str(dtype.value), tp, eager)
@@ -144,7 +174,7 @@ def _dtype(request: Request) -> Decision:
 def _tensor_parallel(request: Request, draft: Drafting) -> Decision:
     if wish := request.wishes.get("tensor_parallel_size"):
         return wish
-    count = request.machine.count
+    count = request.found
     size = next(n for n in range(count, 0, -1) if not limits.heads_problem(request.target, draft.facts, n))
     if size == count:
         return Decision(size, f"all {count} GPUs" if count > 1 else "one GPU")
@@ -293,7 +323,7 @@ def _findings(request: Request, draft: Drafting, chosen: Candidate) -> list[Find
         drafter=draft.facts,
         architecture=request.machine.architecture,
         shape=chosen.shape,
-        gpu_count=request.machine.count,
+        gpu_count=request.found,
         target_backend=chosen.kv.expected_backend or "auto",
         draft_backend=chosen.kv.draft_backend,
         yarn_max_factor=request.recipe.target.yarn_max_factor,

@@ -35,6 +35,7 @@ class Constants(Row):
     runtime_gib_one_gpu: Constant
     runtime_gib_many_gpus: Constant
     flashinfer_workspace_mib: Constant
+    context_at_start_gib: Constant
     beyond_budget_gib: Constant
     unreserved_graphs_gib: Constant
     first_prefill_gib: Constant

@@ -80,6 +80,17 @@ def machine(inventory: Inventory, gpus: tuple[int, ...] | None = None) -> Machin
     )
 
 
+def freest(inventory: Inventory, indices: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The `count` GPUs with the most free memory, in order of their index; those of unknown free memory come last."""
+
+    def free(index: int) -> int:
+        gpu = inventory.gpu(index)
+        return (inventory.free_bytes(gpu) or 0) if gpu is not None else 0
+
+    ranked = sorted(indices, key=lambda index: (-free(index), index))
+    return tuple(sorted(ranked[:count]))
+
+
 def _by_index(inventory: Inventory, index: int) -> Gpu:
     gpu = inventory.gpu(index)
     if gpu is None:

@@ -207,7 +207,8 @@ def highest_utilization(
         cap = by_room
         why = f"{needed / GIB:.1f} GiB stay outside for graphs, a long prefill and prompt_logprobs"
     if free_bytes is not None:
-        by_free = int(100 * free_bytes / gpu_bytes) / 100
+        context = table.context_at_start_gib.value * GIB
+        by_free = int(100 * max(0.0, free_bytes - context) / gpu_bytes) / 100
         if by_free < cap:
             cap, why = by_free, f"only {free_bytes / GIB:.1f} GiB of {gpu_bytes / GIB:.1f} are free now"
     return max(cap, 0.01), why
