@@ -234,6 +234,20 @@ TABLE = [
 ]
 
 
+def test_visible_devices_of_the_shell_are_not_followed_and_that_is_said() -> None:
+    plan = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+    made = context(user_environment={"CUDA_VISIBLE_DEVICES": "1"}, engine_environment=plan)
+    assert [(f.id, f.severity) for f in findings("engine_environment", made)] == [("env-visible-devices", W)]
+    assert findings("engine_environment", context(user_environment=plan, engine_environment=plan)) == []
+
+
+def test_a_gpu_that_is_slowed_down_is_a_warning() -> None:
+    hot = context("ecc-errors")
+    assert [(f.id, f.severity) for f in findings("gpu_health", hot)] == [("gpu-throttled", W)]
+    capped = context(machine("ecc-errors", throttle=0x04))
+    assert findings("gpu_health", capped) == []
+
+
 def limited(limit: int) -> Context:
     """A process that a cgroup limits."""
     made = context(load_bytes=16 * GIB)

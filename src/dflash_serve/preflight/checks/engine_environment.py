@@ -6,8 +6,8 @@ from dflash_serve.findings import Finding, note, refuse, warn
 from dflash_serve.preflight.context import Context
 from dflash_serve.preflight.facts import facts
 
-IDS = ("env-model-runner", "env-plugins", "env-vllm")
-RUNNER, PLUGINS = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"
+IDS = ("env-model-runner", "env-plugins", "env-vllm", "env-visible-devices")
+RUNNER, PLUGINS, DEVICES = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES"
 # Where things are and how much is logged: these don't change what is served.
 HARMLESS = ("VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_", "VLLM_NO_USAGE_STATS",
             "VLLM_DO_NOT_TRACK", "VLLM_HOST_IP")  # fmt: skip
@@ -50,4 +50,9 @@ def check(context: Context) -> list[Finding]:
         else:
             what = f"{names} of your environment is not passed on to the engine"
             out.append(note("env-vllm", what, fix="say it in the recipe, or with --set"))
+    mine = context.user_environment.get(DEVICES)
+    if context.uses_gpus and not inherits and mine is not None and mine != context.engine_environment.get(DEVICES):
+        gpus = ", ".join(gpu.label for gpu in context.chosen)
+        what = f"{DEVICES}={mine} of your environment is not followed: the plan serves on {gpus}"
+        out.append(warn("env-visible-devices", what, fix="choose GPUs with --gpus"))
     return out
