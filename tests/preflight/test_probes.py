@@ -51,6 +51,16 @@ def test_an_address_that_is_not_ours(host: str) -> None:
     assert result.number != errno.EADDRINUSE
 
 
+def test_a_name_with_an_address_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    stream = (socket.SOCK_STREAM, 6, "")
+    known = [(socket.AF_INET6, *stream, ("2001:db8::1", port, 0, 0)), (socket.AF_INET, *stream, ("127.0.0.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
+    assert try_bind("localhost", port).ok
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known[:1])
+    assert not try_bind("localhost", port).ok
+
+
 def test_the_owner_of_a_port_is_named() -> None:
     serve = "s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
     code = f"import socket, sys; {serve}; sys.stdin.read()"

@@ -20,6 +20,7 @@ from dflash_serve.preflight.parsers import Version, docker_ports, nvcc_release
 
 DOCKER_TIMEOUT_S = 3
 COMMAND_TIMEOUT_S = 5
+NO_SUCH_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT})
 SHM = "/dev/shm"  # noqa: S108 - measured, never written to
 
 
@@ -104,11 +105,13 @@ class BindResult:
 
 
 def try_bind(host: str, port: int) -> BindResult:
-    """Bind and listen as the server will (SO_REUSEADDR), on every address that the name stands for."""
+    """Bind and listen as the server will (SO_REUSEADDR), on every address of this machine that the name means."""
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as exc:
         return BindResult(False, errno.EADDRNOTAVAIL, getattr(exc, "strerror", None) or str(exc))
+    missing: BindResult | None = None
+    bound = False
     for family, kind, protocol, _, address in infos:
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -117,9 +120,14 @@ def try_bind(host: str, port: int) -> BindResult:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
                 probe.listen(1)
+                bound = True
         except OSError as exc:
-            return BindResult(False, exc.errno or 0, exc.strerror or str(exc))
-    return BindResult(True)
+            result = BindResult(False, exc.errno or 0, exc.strerror or str(exc))
+            if result.number not in NO_SUCH_ADDRESS:
+                return result
+            # localhost also names ::1, which a machine without IPv6 doesn't have.
+            missing = result
+    return BindResult(True) if bound or missing is None else missing
 
 
 def port_owner(port: int) -> str | None:
