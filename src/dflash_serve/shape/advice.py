@@ -59,8 +59,12 @@ def _options(
     if sizing.checkpoints.drafter is not None:
         drafter = sizing.checkpoints.drafter
         light = {group: int(size * W4A16_SHARE) for group, size in drafter.groups.items()}
-        quantized = Checkpoints(sizing.checkpoints.target, TensorBytes(light, "published size"))
-        yield from _try("a W4A16 drafter", space, base, replace(sizing, checkpoints=quantized))
+        quantized = replace(
+            sizing, checkpoints=Checkpoints(sizing.checkpoints.target, TensorBytes(light, "published size"))
+        )
+        yield from _try("a W4A16 drafter", space, base, quantized)
+        if not base.text_only and sizing.target.vision is not None:
+            yield from _try("text_only and a W4A16 drafter", space, replace(base, text_only=True), quantized)
     if base.draft_tokens:
         bare = replace(sizing, drafter=None, checkpoints=Checkpoints(sizing.checkpoints.target, None))
         shape = replace(base, draft_tokens=0, draft_widths=(), mtp=False)
