@@ -51,6 +51,9 @@ UPSTREAM_FIXES = {
             "    try:\n        from flashinfer import top_k\n    except ImportError:\n        return None\n",
         )
     ],
+    "draft-watch": [
+        ("speculator:DFlash2Speculator", r"return torch.float32", "x.isnan()\n        return torch.float32")
+    ],
     "draft-metrics": [
         ("metrics:SpecDecodingProm.__init__", r"per_engine_labelvalues: dict", "num_draft_tokens_per_pos: int, \\g<0>")
     ],

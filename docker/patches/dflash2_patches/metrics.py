@@ -6,6 +6,8 @@ Loaded by vLLM in the front end through the entry-point group `vllm.stat_logger_
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,6 +19,14 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from dflash2_patches import gate, status
 
 _LABELS = ("model_name", "engine")
+_WATCH_SECONDS = 5.0
+_WATCHED = {
+    "steps": ("dflash:watched_steps", "Steps in the drafter's sample."),
+    "drafts": ("dflash:watched_drafts", "Drafts in the drafter's sample."),
+    "nan_drafts": ("dflash:watched_nan_drafts", "Drafts of the sample whose scores contain NaN."),
+    "draft_seconds": ("dflash:watched_draft_seconds", "Device time of drafting in the sample."),
+    "step_seconds": ("dflash:watched_step_seconds", "Device time of whole steps in the sample, drafting included."),
+}
 
 
 def lengths(drafts: int, accepted_per_position: Sequence[int]) -> list[int]:
@@ -71,6 +81,10 @@ class DraftStatLogger(AggregateStatLoggerBase):
             multiprocess_mode="mostrecent",
         )
 
+        self._watched = {key: Counter(name, text) for key, (name, text) in _WATCHED.items()}
+        self._seen = dict.fromkeys(_WATCHED, 0.0)
+        self._looked = time.monotonic()
+
     def record(
         self,
         scheduler_stats: Any,
@@ -78,7 +92,9 @@ class DraftStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Add one scheduler step's drafts."""
+        """Add one scheduler step's drafts, and now and then what the worker watched."""
+        if time.monotonic() - self._looked >= _WATCH_SECONDS:
+            self.read_watch()
         stats = getattr(scheduler_stats, "spec_decoding_stats", None)
         if stats is None:
             return
@@ -88,6 +104,15 @@ class DraftStatLogger(AggregateStatLoggerBase):
         for index, count in enumerate(lengths(stats.num_drafts, stats.num_accepted_tokens_per_pos)):
             if count > 0:
                 self._lengths.labels(self._model, engine_idx, index + 1).inc(count)
+
+    def read_watch(self) -> None:
+        """Bring the counters up to the worker's sums."""
+        self._looked = time.monotonic()
+        sums = json.loads(status.read("draft_watch") or "{}")
+        for key, counter in self._watched.items():
+            if (grown := sums.get(key, 0) - self._seen[key]) > 0:
+                counter.inc(grown)
+                self._seen[key] += grown
 
     def log_engine_initialized(self) -> None:
         """Workers are up: export the patches and what the workers found."""

@@ -6,7 +6,7 @@ Layout of this package (docker/patches/dflash2_patches):
     gate/           optional. `gate.enforce() -> None` compares the installed vLLM with what the records know
                     and raises when a touched function is none of them. Runs first, before vLLM is changed.
     patches/        optional. `patches.apply() -> Sequence[str]` applies the GPU side's patches and returns
-                    their ids. records/ (one YAML a patch) belongs to gate and patches.
+                    their ids. records/ (one TOML a patch) belongs to gate and patches.
     environment.py  the few facts about this process that decide what runs (stdlib only)
     cpu/            what DFlash2 needs where there is no GPU: one module a change, each with `apply() -> None`
     triton_cpu/     entry point `triton.backends: cpu`, a backend for Triton's interpreter; inert beside a GPU
@@ -70,6 +70,4 @@ def _log(ids: Sequence[str]) -> None:
     # Under vLLM's own logger name, so that its handler and level apply.
     from vllm.logger import init_logger
 
-    init_logger("vllm.plugins.dflash2_patches").info(
-        "dflash2_patches active: %s", ", ".join(ids) or "nothing"
-    )
+    init_logger("vllm.plugins.dflash2_patches").info("dflash2_patches active: %s", ", ".join(ids) or "nothing")

@@ -66,6 +66,25 @@ def test_patches_and_the_fallback_are_exported(logger):
     assert REGISTRY.get_sample_value("dflash:topk_fallback") == 1
 
 
+def test_what_the_worker_watched_is_counted_once(logger):
+    from dflash2_patches import status
+    from prometheus_client import REGISTRY
+
+    def counted():
+        names = ("watched_drafts", "watched_nan_drafts", "watched_draft_seconds")
+        return [REGISTRY.get_sample_value(f"dflash:{name}_total") for name in names]
+
+    assert counted() == [0, 0, 0]
+    status.note("draft_watch", '{"steps": 1, "drafts": 8, "nan_drafts": 2, "draft_seconds": 0.5, "step_seconds": 2}')
+    logger.read_watch()
+    logger.read_watch()
+    assert counted() == [8, 2, 0.5]
+    status.note("draft_watch", '{"steps": 2, "drafts": 12, "nan_drafts": 2, "draft_seconds": 0.75, "step_seconds": 3}')
+    logger._looked = 0.0
+    logger.record(None, None)
+    assert counted() == [12, 2, 0.75]
+
+
 def test_vllms_own_logger_does_not_drop_them(logger):
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 

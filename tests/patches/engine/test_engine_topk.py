@@ -18,7 +18,7 @@ def flashinfer(monkeypatch, tmp_path):
     monkeypatch.setenv(status.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(logits_processor.current_platform, "is_cuda", lambda: True, raising=False)
     monkeypatch.setattr(logits_processor, "has_flashinfer", lambda: True)
-    monkeypatch.setattr(flashinfer_topk, "_use", lambda top_k: top_k(None, 16, sorted=True, deterministic=True))
+    monkeypatch.setattr(flashinfer_topk, "_use", lambda top_k: lambda: top_k(None, 16, sorted=True, deterministic=True))
     logits_processor._flashinfer_topk.__wrapped__.cache_clear()
     logits_processor._flashinfer_topk.cache_clear()
 

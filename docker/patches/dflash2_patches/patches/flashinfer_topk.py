@@ -52,7 +52,7 @@ def _choose(module: ModuleType) -> None:
             top_k = original()
             if top_k is None:
                 return None
-            why = trial(lambda: _use(top_k), float(os.environ.get(SECONDS, "600")))
+            why = trial(_use(top_k), float(os.environ.get(SECONDS, "600")))
             if not why:
                 return top_k
             module.logger.warning(
@@ -69,12 +69,19 @@ def _choose(module: ModuleType) -> None:
     wrap(module, "_flashinfer_topk", ID, make)
 
 
-def _use(top_k: Callable[..., Any]) -> None:
+def _use(top_k: Callable[..., Any]) -> Callable[[], None]:
+    """One use of the kernel, on this worker's device: a new thread would start on device 0."""
     import torch
 
-    scores = torch.zeros(8, 4096, dtype=torch.bfloat16, device="cuda")
-    top_k(scores, 16, sorted=True, deterministic=True)
-    torch.cuda.synchronize()
+    device = torch.cuda.current_device()
+
+    def use() -> None:
+        with torch.cuda.device(device):
+            scores = torch.zeros(8, 4096, dtype=torch.bfloat16, device="cuda")
+            top_k(scores, 16, sorted=True, deterministic=True)
+            torch.cuda.synchronize()
+
+    return use
 
 
 def _trigger(module: ModuleType) -> None:
