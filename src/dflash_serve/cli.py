@@ -86,6 +86,7 @@ def _plan_options(command: Any) -> Any:
     options = [
         click.argument("name"),
         click.option("--gpu", metavar="NxNAME", help="Plan for these GPUs instead of this machine's, e.g. 2x5090."),
+        click.option("--gpus", "indices", metavar="0,1", help="Serve on these GPUs of this machine only."),
         click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override one value of the shape."),
         click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
         click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True),
@@ -104,6 +105,7 @@ def _json_option(command: Any) -> Any:
 def _make_plan(
     name: str,
     gpu: str | None,
+    indices: str | None,
     settings: tuple[str, ...],
     host: str,
     port: int,
@@ -118,10 +120,27 @@ def _make_plan(
         if not separator or not key:
             raise UsageError(f"--set takes KEY=VALUE, not {setting!r}", fix="for example --set max_num_seqs=4")
         overrides[key.strip()] = value.strip()
-    request = Request(
-        name=name, gpu=gpu, overrides=overrides, host=host, port=port, no_drafter=no_drafter, forced=forced
+    return make_plan(
+        Request(
+            name=name,
+            gpu=gpu,
+            gpus=_indices(indices),
+            overrides=overrides,
+            host=host,
+            port=port,
+            no_drafter=no_drafter,
+            forced=forced,
+        )
     )
-    return make_plan(request)
+
+
+def _indices(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) <= 4 for part in parts):
+        raise UsageError(f"--gpus takes indices such as 0,1, not {text!r}")
+    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 @cli.command()

@@ -57,6 +57,8 @@ def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified:
         python = environment.ensure(environment.spec_for(plan.engine.variant), progress)
         build_overlays(plan, progress)
         run = native.start(plan, python, pass_fds=locks.fds)
+        if run.pid is not None:
+            locks.hand_over(run.pid)
         try:
             with progress.step(f"starting vLLM {plan.engine.vllm_version}") as step:
                 ready = until_ready(run, step, limit=start_timeout)

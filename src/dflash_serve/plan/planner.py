@@ -45,11 +45,13 @@ class Request:
 
     Attributes:
         gpu: `2x5090` to plan for GPUs that aren't here; None for this machine.
+        gpus: indices of this machine's GPUs to serve on; None for all.
         overrides: `--set` values.
     """
 
     name: str
     gpu: str | None = None
+    gpus: tuple[int, ...] | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 8000
@@ -72,7 +74,7 @@ def make_plan(request: Request) -> model.Plan:
     spec = environment.spec_for(variant)
     pair = pair_of(recipe)
     findings = list(validate_pair(pair.target, pair.drafter)) if pair.drafter else []
-    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request.overrides)
+    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request)
     findings += shape.findings
     overlays = _overlays(recipe, pair, shape, spec.vllm_version)
     findings += [finding for overlay in overlays for finding in overlay.findings]
@@ -161,20 +163,21 @@ def _shape(
     inventory: Inventory,
     variant: str,
     vllm_version: str,
-    overrides: Mapping[str, str],
+    request: Request,
 ) -> ServingShape:
     if variant == "cpu":
         ram = inventory.host.memory_limit or inventory.host.ram_total or 0
         return choose_cpu(
-            recipe, pair.target, pair.drafter, ram_bytes=ram, vllm_version=vllm_version, overrides=overrides
+            recipe, pair.target, pair.drafter, ram_bytes=ram, vllm_version=vllm_version, overrides=request.overrides
         )
     return choose(
         recipe,
         pair.target,
         pair.drafter,
         inventory,
+        gpus=request.gpus,
         vllm_version=vllm_version,
-        overrides=overrides,
+        overrides=request.overrides,
         target_dir=pair.target_dir,
         drafter_dir=pair.drafter_dir,
     )
