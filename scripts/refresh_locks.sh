@@ -35,6 +35,7 @@ export_group dev --group dev --all-extras
 compile cpu --overrides docker/requirements/cpu.overrides.txt \
     --no-emit-package torch --no-emit-package torchaudio --no-emit-package torchcodec --no-emit-package torchvision
 compile cuda
+compile engine-tests --constraints docker/requirements/cpu.txt
 
 if grep -nE 'file:|/simple' docker/requirements/*.txt uv.lock | grep -v "$index"; then
     echo "a lock names an index that isn't public" >&2

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from dflash_serve import paths
-from dflash_serve.environment.install import ensure
+from dflash_serve.environment.install import add_tests, ensure
 from dflash_serve.environment.marker import locate, python_in, read_marker
 from dflash_serve.environment.spec import VARIANTS, spec_for
 from dflash_serve.errors import BuildFailed
@@ -27,9 +27,14 @@ _variant = click.argument("variant", type=click.Choice(VARIANTS))
 
 @environment.command()
 @_variant
-def install(variant: str) -> None:
+@click.option("--tests", is_flag=True, help="Add pytest, for the tests that run inside the environment.")
+def install(variant: str, tests: bool) -> None:
     """Install what is missing; prints the environment's interpreter."""
-    click.echo(ensure(spec_for(variant), for_terminal()))
+    spec, progress = spec_for(variant), for_terminal()
+    python = ensure(spec, progress)
+    if tests:
+        add_tests(spec, progress)
+    click.echo(python)
 
 
 @environment.command("python")

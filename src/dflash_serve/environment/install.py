@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -59,18 +59,33 @@ def ensure(spec: EnvironmentSpec, progress: Progress) -> Path:
         return _install(spec, progress)
 
 
+def add_tests(spec: EnvironmentSpec, progress: Progress) -> None:
+    """Add what tests inside the environment need (docker/requirements/engine-tests.txt), with hashes.
+
+    Raises:
+        BuildFailed: it can't be installed; the environment stays whole.
+    """
+    installer = Installer.into(spec.directory, spec.directory.parent / f"{spec.name}.log")
+    title = "pytest inside the environment"
+    try:
+        with _only_one(spec, progress), progress.step(title) as step, _explained(spec, installer, title):
+            lock = str(spec.lock.with_name("engine-tests.txt"))
+            installer.either(["--no-deps", "--require-hashes", "-r", lock], step)
+    finally:
+        shutil.rmtree(installer.temporary, ignore_errors=True)
+
+
 @contextmanager
 def _only_one(spec: EnvironmentSpec, progress: Progress) -> Iterator[None]:
     lock = spec.directory.parent / f"{spec.name}.lock"
-    try:
-        with locked(lock, timeout=0):
-            yield
-            return
-    except TimeoutError:
-        progress.line(f"another process installs {spec.name}: waiting for it")
-    except OSError as exc:
-        raise _unwritable(spec, exc) from None
-    with locked(lock):
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(lock, timeout=0))
+        except TimeoutError:
+            progress.line(f"another process installs {spec.name}: waiting for it")
+            held.enter_context(locked(lock))
+        except OSError as exc:
+            raise _unwritable(spec, exc) from None
         yield
 
 
@@ -248,7 +263,8 @@ def _explained(spec: EnvironmentSpec, installer: Installer, title: str) -> Itera
     except CommandFailed as exc:
         if exc.disk_full:
             raise _full(spec, title) from None
-        if "ensurepip" in exc.reason or "python3-venv" in installer.log.read_text("utf-8", "replace")[-4000:]:
+        # Debian's advice stands some lines before the last.
+        if "ensurepip" in "".join(exc.lines):
             raise BuildFailed(
                 "this Python cannot make virtual environments",
                 where=exc.reason,

@@ -29,12 +29,14 @@ class CommandFailed(Exception):
     """An installer ended with an error.
 
     Attributes:
+        lines: the end of its output.
         reason: the line of its output that says why, as far as that can be told.
         disk_full: the output names a full disk.
     """
 
     def __init__(self, argv: Sequence[str], code: int, lines: Sequence[str]) -> None:
         self.code = code
+        self.lines = tuple(lines)
         self.disk_full = any(_NO_SPACE.search(line) for line in lines)
         self.reason = _reason(lines) or f"exit code {code}"
         super().__init__(f"{Path(argv[0]).name}: {self.reason}")
