@@ -311,11 +311,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that hangs up is what many of the tests do."""
+
+
 def start(hub: Hub) -> ThreadingHTTPServer:
     """Serve on a free port of the loopback interface, in a thread."""
     handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     hub.port = server.server_address[1]
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     return server

@@ -39,6 +39,26 @@ def native(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def speculators() -> dict[str, Any]:
+    """The drafter in speculators format."""
+    layer = config("drafter-dflash2")
+    del layer["dflash_config"], layer["architectures"], layer["is_causal"]
+    return {
+        "architectures": ["DFlash2Speculator"],
+        "speculators_model_type": "dflash2",
+        "transformer_layer_config": layer,
+        "aux_hidden_state_layer_ids": [6, 20, 34, 48, 62],
+        "mask_token_id": 248070,
+        "block_size": 8,
+        "input_embedding_scale": 2.0,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 7}], "verifier": {"name_or_path": "x"}},
+    }
+
+
 def write_header(path: Path, tensors: Iterable[Tensor]) -> int:
     """A sparse safetensors file; returns its size in bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from snapshot_maker import CONFIGS, bf16_target, config
+from snapshot_maker import CONFIGS, bf16_target, config, speculators
 
 from dflash_serve.checkpoint.config_reader import read_drafter, read_target
 from dflash_serve.checkpoint.facts import GdnDims, LayerKind
@@ -166,25 +166,6 @@ def test_eagle_config_layer_ids_count_captures() -> None:
     facts = read_drafter(found)
     assert facts.target_layer_ids == (5, 19)
     assert dict(facts.eagle_config)["layer_ids"] == "[6, 20]"
-
-
-def speculators() -> dict:
-    layer = config("drafter-dflash2")
-    del layer["dflash_config"], layer["architectures"], layer["is_causal"]
-    return {
-        "architectures": ["DFlash2Speculator"],
-        "speculators_model_type": "dflash2",
-        "transformer_layer_config": layer,
-        "aux_hidden_state_layer_ids": [6, 20, 34, 48, 62],
-        "mask_token_id": 248070,
-        "block_size": 8,
-        "input_embedding_scale": 2.0,
-        "conv_kernel_size": 2,
-        "conv_group_size": 16,
-        "selector_rank": 256,
-        "selector_top_k": 16,
-        "speculators_config": {"proposal_methods": [{"speculative_tokens": 7}], "verifier": {"name_or_path": "x"}},
-    }
 
 
 def test_speculators_format() -> None:

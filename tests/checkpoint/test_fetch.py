@@ -125,6 +125,27 @@ def test_the_cache_is_what_the_hub_client_makes_and_reads(
     assert into.received == 0, "what their client fetched is not fetched again"
 
 
+def test_weights_for_other_engines_are_left_out(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
+    files |= {"pytorch_model.bin": b"x" * 9000, "onnx/model.onnx": b"x" * 9000, "mask_embedding.pt": b"x" * 9000}
+    snapshot = fetch(hub, cache).snapshot
+    assert not (snapshot / "pytorch_model.bin").exists()
+    assert not (snapshot / "onnx").exists()
+    assert (snapshot / "mask_embedding.pt").exists(), "the engine reads it"
+
+
+def test_a_cache_without_symlinks(
+    hub: Hub, cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    snapshot = fetch(hub, cache).snapshot
+    assert (snapshot / SHARD).read_bytes() == files[SHARD]
+    assert not (snapshot / SHARD).is_symlink()
+    assert fetch(hub, cache).received == 0
+
+
 def test_a_second_fetch_receives_nothing(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
     fetch(hub, cache)
     sent = hub.sent()
@@ -509,12 +530,10 @@ def test_interrupt_keeps_what_was_fetched(
             raise KeyboardInterrupt
         original(self, step)
 
-    monkeypatch.setattr(fetch_module._Meter, "show", show)
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fetch_module._Meter, "show", show)
         fetch(hub, cache)
     assert time.monotonic() - started < 4, "the running transfer ends between two chunks"
     assert partials(cache)
-    monkeypatch.undo()
-    monkeypatch.setenv("NO_PROXY", "*")
     assert (fetch(hub, cache).snapshot / SHARD).read_bytes() == files[SHARD]

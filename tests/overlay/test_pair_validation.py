@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from snapshot_maker import bf16_target, config
+from snapshot_maker import bf16_target, config, speculators
 
 from dflash_serve.checkpoint.config_reader import read_drafter, read_target
 from dflash_serve.overlay.spec import OverlaySpec, SnapshotSource, apply_changes
@@ -143,8 +143,6 @@ def test_a_window_past_the_target_is_refused_until_its_overlay() -> None:
 
 
 def test_keys_that_the_speculators_reader_drops_are_named() -> None:
-    from test_config_reader import speculators
-
     target, drafter = read_target(bf16_target()), read_drafter(speculators())
     found = {finding.id: finding for finding in validate_pair(target, drafter)}
     assert "input_embedding_scale" in found["drafter-dropped-keys"].what

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +23,9 @@ from dflash_serve.recipe.schema import RepoId, Revision
 FILE = "manifest.json"
 # What only the hub's pages need: neither fetched nor missed.
 IGNORED = (".gitattributes", "README.md", "LICENSE", ".gitignore")
+# The same weights for other engines: left out where safetensors are there. (`mask_embedding.pt` is read, so .pt stays.)
+OTHER_ENGINES = (".bin", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot", ".tflite")
+NO_SYMLINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 LFS_BYTES = 10 * 1024 * 1024  # a file of this size is in LFS on the hub
 
 
@@ -84,6 +89,14 @@ def wanted(path: str) -> bool:
     return path not in IGNORED and not path.startswith(".git/")
 
 
+def for_serving(paths: Iterable[str]) -> set[str]:
+    """The paths of a repo that serving needs."""
+    kept = {path for path in paths if wanted(path)}
+    if any(path.endswith(".safetensors") for path in kept):
+        kept = {path for path in kept if not path.endswith(OTHER_ENGINES)}
+    return kept
+
+
 def manifest_of_snapshot(repo: str, revision: str, directory: Path) -> Manifest:
     """Hash what is there. Blobs whose name is their hash are believed only after hashing too.
 
@@ -91,8 +104,10 @@ def manifest_of_snapshot(repo: str, revision: str, directory: Path) -> Manifest:
         CheckpointError: the snapshot is missing or its links are bad.
     """
     files: list[FileEntry] = []
-    for file in snapshot_files(directory):
-        if not wanted(file.name) or file.name.endswith(PARTIAL):
+    listing = snapshot_files(directory)
+    kept = for_serving(file.name for file in listing)
+    for file in listing:
+        if file.name not in kept or file.name.endswith(PARTIAL):
             continue
         name = file.real.name
         if len(name) == 64 or (len(name) != 40 and file.bytes >= LFS_BYTES):
@@ -207,18 +222,24 @@ def link_blob(repo: str, revision: str, path: str, blob: str, cache: Path) -> No
     relative = os.path.relpath(target, pointer.parent)
     if pointer.is_symlink() and os.readlink(pointer) == relative:
         return
-    temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
+    temporary = _beside(pointer)
     try:
         temporary.symlink_to(relative)
-    except OSError:  # a file system without symlinks: the snapshot gets the file itself, as the hub's client does
-        target.replace(pointer)
+    except OSError as exc:
+        if exc.errno not in NO_SYMLINKS:
+            raise
+        target.replace(pointer)  # the snapshot gets the file itself, as the hub's client does
         return
     temporary.replace(pointer)
 
 
+def _beside(path: Path) -> Path:
+    """A name that nobody else uses, in this process or another."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
 def _copy(source: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = _beside(target)
     try:
         with source.open("rb") as reading, temporary.open("wb") as writing:
             shutil.copyfileobj(reading, writing, 8 * 1024 * 1024)

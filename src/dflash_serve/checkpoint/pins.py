@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from dflash_serve import paths
-from dflash_serve.checkpoint.manifest import FileEntry, Manifest, wanted
+from dflash_serve.checkpoint.manifest import FileEntry, Manifest, for_serving
 from dflash_serve.errors import CheckpointError, RecipeError
 from dflash_serve.fsio import atomic_write
 from dflash_serve.recipe.schema import Checkpoint, Recipe
@@ -106,8 +106,10 @@ def list_files(hub: Hub, repo: str, revision: str) -> Manifest:
         CheckpointError: the list is empty or malformed.
     """
     files = []
-    for item in hub.list_repo_tree(repo, recursive=True, revision=revision):
-        if getattr(item, "size", None) is None or not wanted(item.path):  # a folder has no size
+    items = [item for item in hub.list_repo_tree(repo, recursive=True, revision=revision) if hasattr(item, "size")]
+    kept = for_serving(item.path for item in items)  # folders have no size
+    for item in items:
+        if item.path not in kept:
             continue
         lfs = getattr(item, "lfs", None)
         if lfs is not None:

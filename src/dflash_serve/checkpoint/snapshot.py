@@ -69,6 +69,8 @@ def snapshot_files(directory: Path) -> list[SnapshotFile]:
                 if entry.name not in SKIPPED_DIRECTORIES:
                     stack.append(Path(entry.path))
                 continue
+            if entry.name.startswith(".") and entry.name.endswith(".tmp"):
+                continue  # a name that a killed fetch was about to give
             path = Path(entry.path)
             file = resolve_inside(path, root)
             info = file.stat()
