@@ -281,3 +281,18 @@ def test_of_more_gpus_than_divide_the_heads_the_busiest_stays_idle() -> None:
     assert not shape.refused
     alone = choose(recipe, pair.target, pair.drafter, Inventory(gpus=gpus), overrides={"tensor_parallel_size": "1"})
     assert alone.gpus == (1,)
+
+
+def test_more_sequences_than_states_is_said() -> None:
+    """vLLM ends with "max_num_seqs (1024) exceeds available Mamba cache blocks (939)" (vllm-project/recipes#831)."""
+    values = {"drafter": "none", "max_num_batched_tokens": "8192", "goal": "latency", "window": "native"}
+    shape = shape_of(FP8, "1xrtxpro6000", overrides={**values, "max_num_seqs": "1024"})
+    assert shape.budget is not None
+    assert shape.budget.layout.blocks(shape.budget.available) == pytest.approx(939, rel=0.05)
+    assert shape.refused
+    finding = next(finding for finding in shape.findings if finding.id == "sequences")
+    assert finding.severity == "refuse"
+    assert "does not start" in finding.what
+    fewer = shape_of(FP8, "1xrtxpro6000", overrides={**values, "max_num_seqs": "256"})
+    assert next(finding for finding in fewer.findings if finding.id == "sequences").severity == "warn"
+    assert "sequences" not in ids(shape_of(FP8, "1xrtxpro6000", overrides={**values, "max_num_seqs": "64"}))

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
-from dflash_serve.shape.kv_groups import CacheLayout
-from dflash_serve.shape.kv_pages import ceil_div
 from dflash_serve.shape.memory import MemoryBudget, Shape, highest_utilization, memory_budget
 from dflash_serve.shape.weights import Checkpoints
 
-# A request besides the full window is counted with this many tokens.
-SHORT_REQUEST = 4096
 MIN_WINDOW = 8192
 BATCHED = (8192, 4096, 2048)
 
@@ -100,7 +96,7 @@ class Candidate:
         """One whole window and all sequences fit, and the server keeps its head room."""
         return (
             self.budget.fits
-            and sequences_fit(self.budget.layout, self.budget.available, self.shape.max_num_seqs)
+            and self.budget.layout.short_requests(self.budget.available) >= self.shape.max_num_seqs
             and self.budget.head_room >= self.budget.head_room_needed
         )
 
@@ -148,14 +144,3 @@ def best(base: Shape, space: Space, sizing: Sizing) -> tuple[Candidate, bool]:
             nearest = candidate
     assert nearest is not None
     return nearest, False
-
-
-def sequences_fit(layout: CacheLayout, available: int, sequences: int) -> bool:
-    """Whether that many short requests fit at once: each holds its recurrent states however short it is."""
-    short = 0
-    for layers in layout.sets:
-        blocks = layers.blocks
-        if layers.role != "state":
-            blocks = min(blocks, ceil_div(SHORT_REQUEST, layers.block_tokens) + (layers.role == "sliding"))
-        short += ceil_div(layers.layers, layout.group_size) * blocks
-    return layout.blocks(available) - 1 >= sequences * short

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
 from dflash_serve.errors import UsageError
+
+if TYPE_CHECKING:
+    from dflash_serve.shape.kv_groups import Grouping
 
 
 @click.command()
@@ -17,6 +21,13 @@ from dflash_serve.errors import UsageError
 @click.option("--kv", metavar="DTYPE", help="KV cache dtype, e.g. fp8.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override one value of the shape.")
 @click.option("--vllm", "vllm_version", default="0.33.0", show_default=True, metavar="VERSION")
+@click.option(
+    "--grouping",
+    type=click.Choice(["vllm", "balanced"]),
+    default="vllm",
+    show_default=True,
+    help="Who groups the KV layers: stock vLLM, or our plugin.",
+)
 @click.option("--explain", is_flag=True, help="Every part with its formula, every value with its reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 def fit(
@@ -27,6 +38,7 @@ def fit(
     kv: str | None,
     settings: tuple[str, ...],
     vllm_version: str,
+    grouping: Grouping,
     explain: bool,
     as_json: bool,
 ) -> None:
@@ -65,6 +77,7 @@ def fit(
         inventory,
         vllm_version=vllm_version,
         overrides=overrides,
+        grouping=grouping,
         target_dir=pair.target_dir,
         drafter_dir=pair.drafter_dir,
     )

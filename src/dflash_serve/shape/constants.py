@@ -31,6 +31,7 @@ class Constants(Row):
     vision_peak_gib: Constant
     vision_peak_gib_divided: Constant
     sampler_bytes_per_logit: Constant
+    sampler_bytes_per_logit_since_027: Constant
     graph_mib: Constant
     runtime_gib_one_gpu: Constant
     runtime_gib_many_gpus: Constant

@@ -20,6 +20,9 @@ from dflash_serve.shape.kv_pages import (
     state_bytes,
 )
 
+# A request besides the full window is counted with this many tokens.
+SHORT_REQUEST = 4096
+
 Grouping = Literal["vllm", "balanced"]
 Role = Literal["full", "state", "sliding"]
 
@@ -113,6 +116,22 @@ class CacheLayout:
     def request_bytes(self) -> int:
         """Bytes that one request of the whole window takes from the pool."""
         return self.blocks_per_request * self.block_bytes
+
+    @property
+    def short_request_blocks(self) -> int:
+        """Blocks of a request of 4,096 tokens: its recurrent states are as large as a long one's."""
+        total = 0
+        for layers in self.sets:
+            blocks = layers.blocks
+            if layers.role != "state":
+                blocks = min(blocks, ceil_div(SHORT_REQUEST, layers.block_tokens) + (layers.role == "sliding"))
+            groups = ceil_div(layers.layers, self.group_size) if self.group_size else 1
+            total += groups * blocks
+        return total
+
+    def short_requests(self, available: int) -> int:
+        """Short requests that fit at once; vLLM keeps one block back."""
+        return max(0, self.blocks(available) - 1) // self.short_request_blocks
 
     def blocks(self, available: int) -> int:
         """Blocks in a pool of that many bytes."""

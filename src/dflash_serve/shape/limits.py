@@ -235,6 +235,20 @@ def memory(case: Case, budget: MemoryBudget) -> Iterator[Finding]:
             f"{case.shape.utilization * budget.gpu_bytes / GIB:.1f}; one window of {case.shape.window} takes "
             f"{need / GIB:.1f}",
         )
+    blocks, short = budget.layout.blocks(budget.available), budget.layout.short_requests(budget.available)
+    sequences = case.shape.max_num_seqs
+    if budget.fits and case.target.gdn is not None and blocks < sequences:
+        yield refuse(
+            "sequences",
+            f"{sequences} sequences need a recurrent block each and the pool has {blocks}: vLLM does not start",
+            fix=f"max_num_seqs: {max(1, short)}",
+        )
+    elif budget.fits and short < sequences:
+        yield warn(
+            "sequences",
+            f"of {sequences} sequences only {short} fit at once: each holds its recurrent states, however short it is",
+            fix=f"max_num_seqs: {max(1, short)}",
+        )
     if budget.head_room < budget.head_room_needed:
         yield refuse(
             "head-room",

@@ -274,7 +274,8 @@ def activation_peak(target: TargetFacts, drafter: DrafterFacts | None, shape: Sh
         text += f" + draft: {tokens} x {draft} x {hidden} x 2 B"
     phases = [(forward, text)]
     rows = min(shape.max_num_seqs, tokens)
-    logit = table.sampler_bytes_per_logit.value
+    newer = at_least(shape.vllm_version, "0.27")
+    logit = (table.sampler_bytes_per_logit_since_027 if newer else table.sampler_bytes_per_logit).value
     phases.append((int(rows * vocab * logit), f"sampler: {rows} requests x {vocab} x {logit:.0f} B"))
     if target.vision is not None and not shape.text_only:
         whole, divided = table.vision_peak_gib.value, table.vision_peak_gib_divided.value

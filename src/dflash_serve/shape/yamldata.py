@@ -17,7 +17,8 @@ _LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class Row(BaseModel):
     """Base of every table's parts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Built when a table is read: importing this room stays quick.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 def read_table(name: str, model: type[TableT]) -> TableT:
