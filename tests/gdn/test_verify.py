@@ -1,0 +1,320 @@
+"""The kernels under Triton's interpreter against the reference: random layers, requests and acceptances."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from cases import DIM, EPS, Layer, error, packed, step, wider
+from dflash2_patches.gdn import reference
+from dflash2_patches.gdn.records import Plan, Records
+from dflash2_patches.gdn.verify import GatedNorm, Launch, commit, plan_step, unsupported, verify
+
+pytestmark = pytest.mark.engine
+
+LAUNCHES = {
+    "closed": Launch(128, 8, False),
+    "closed-split": Launch(64, 4, False),
+    "sequential": Launch(128, 8, True),
+    "sequential-split": Launch(64, 4, True),
+}
+# The outputs are stored in bf16: half an ulp is 2^-9 of a value, in the norm less.
+BF16 = 4e-3
+
+
+def stored(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A state as it reads back. Triton's interpreter cuts float32 to bf16 where a GPU rounds."""
+    if dtype == torch.bfloat16:
+        return (state.float().view(torch.int32) & -65536).view(torch.float32).double()
+    return state.to(dtype).double()
+
+
+class Request:
+    """What a request must see: its state in the state's dtype, decoded token by token in float64."""
+
+    def __init__(self, layer: Layer, slot: int) -> None:
+        self.layer, self.slot = layer, slot
+        self.state = layer.state[slot].double()
+        self.last: reference.Tokens | None = None
+
+    def accept(self, count: int) -> None:
+        """Keep `count` tokens of the last query."""
+        if self.last is not None and count:
+            states = reference.decode(self.state, wider(self.last, torch.float64), self.layer.gates, torch.float64)[2]
+            self.state = stored(states[count - 1], self.layer.state.dtype)
+        self.last = None
+
+    def query(self, tokens: reference.Tokens) -> torch.Tensor:
+        self.last = tokens
+        return reference.decode(self.state, wider(tokens, torch.float64), self.layer.gates, torch.float64)[0]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_life_of_verifications(launch: Launch, state: torch.dtype) -> None:
+    """Requests in changing batch order, of changing lengths, with random acceptances: outputs and states."""
+    dice = random.Random(f"{launch}{state}")
+    layer = Layer.make(dice.randrange(1000), state=state)
+    requests = {row: Request(layer, slot) for row, slot in zip([2, 0, 3], [4, 1, 3], strict=True)}
+    for _ in range(4 if launch.block_v == DIM else 2):
+        rows = dice.sample(sorted(requests), dice.randint(1, 3))
+        queries = [layer.tokens(dice.randint(1, 8)) for _ in rows]
+        accepted = []
+        for row in rows:
+            last = requests[row].last
+            accepted.append(dice.randint(0, len(last)) if last is not None else dice.randint(0, 9))
+        expected = []
+        for row, count, tokens in zip(rows, accepted, queries, strict=True):
+            requests[row].accept(count)
+            expected.append(requests[row].query(tokens))
+        found = step(layer, queries, [requests[row].slot for row in rows], rows, accepted, launch)
+        assert error(found, torch.cat(expected)) < BF16
+        # bf16 states round apart where float32 and float64 fall on different sides.
+        tolerance = 2e-6 if state == torch.float32 else 2e-3
+        for request in requests.values():
+            assert error(layer.state[request.slot], request.state) < tolerance
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_float32_activations_show_the_arithmetic_without_bf16(launch: Launch) -> None:
+    layer = Layer.make(5, activation=torch.float32)
+    request = Request(layer, 2)
+    for count, accepted in ((8, 0), (3, 5), (1, 1)):
+        tokens = layer.tokens(count)
+        request.accept(accepted)
+        # The closed form takes exp() of differences of summed decays, which lose a digit where decays are strong.
+        assert error(step(layer, [tokens], [2], [1], [accepted], launch), request.query(tokens)) < 5e-6
+        assert error(layer.state[2], request.state) < 5e-6
+
+
+@pytest.mark.parametrize("heads", [(16, 48), (2, 4), (3, 3)])
+@pytest.mark.parametrize("launch", [LAUNCHES["closed"], LAUNCHES["sequential"]], ids=["closed", "sequential"])
+def test_heads(heads: tuple[int, int], launch: Launch) -> None:
+    layer = Layer.make(7, heads, slots=3, rows=2)
+    request = Request(layer, 1)
+    for count, accepted in ((3, 0), (2, 3)):
+        tokens = layer.tokens(count)
+        request.accept(accepted)
+        assert error(step(layer, [tokens], [1], [1], [accepted], launch), request.query(tokens)) < BF16
+    assert error(layer.state[1], request.state) < 2e-6
+
+
+@pytest.mark.parametrize("query", [1, 2, 3, 4, 16])
+def test_other_draft_lengths(query: int) -> None:
+    layer = Layer.make(query, query=query)
+    request = Request(layer, 1)
+    for accepted in (0, (query + 1) // 2):
+        tokens = layer.tokens(query)
+        request.accept(accepted)
+        assert error(step(layer, [tokens], [1], [0], [accepted]), request.query(tokens)) < BF16
+    assert error(layer.state[1], request.state) < 2e-6
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize(
+    "launch",
+    [LAUNCHES["closed"], LAUNCHES["sequential"], LAUNCHES["closed-split"]],
+    ids=["closed", "sequential", "second-kernel"],
+)
+def test_norm(activation: str, launch: Launch) -> None:
+    layer = Layer.make(11)
+    queries = [layer.tokens(8), layer.tokens(3)]
+    gate = layer.gate(11)
+    expected = torch.cat([Request(layer, slot).query(t) for slot, t in ((1, queries[0]), (2, queries[1]))])
+    expected = reference.gated_norm(expected.float(), gate, layer.norm_weight, EPS, activation)
+    assert error(step(layer, queries, [1, 2], [0, 1], [1, 1], launch, gate, activation), expected) < BF16
+
+
+def test_sequential_replay_repeats_the_verification_bit_for_bit() -> None:
+    """Replaying all tokens gives the very state that the verification had after them."""
+    layer = Layer.make(13)
+    tokens = layer.tokens(8)
+    step(layer, [tokens], [1], [0], [1], LAUNCHES["sequential"])
+    # One token a step has nothing in registers to go on from: each state passes through memory.
+    other = Layer.make(13)
+    for t in range(8):
+        step(other, [tokens.part(t, t + 1)], [1], [0], [1], LAUNCHES["sequential"])
+    step(layer, [tokens.part(0, 1)], [1], [0], [8], LAUNCHES["sequential"])
+    step(other, [tokens.part(0, 1)], [1], [0], [1], LAUNCHES["sequential"])
+    assert torch.equal(layer.state[1], other.state[1])
+
+
+@pytest.mark.parametrize("launch", [LAUNCHES["closed"], LAUNCHES["sequential"]], ids=["closed", "sequential"])
+def test_counts_and_indices_out_of_range_touch_nothing_foreign(launch: Launch) -> None:
+    layer = Layer.make(17, slots=4, rows=3)
+    good = Request(layer, 1)
+    tokens = layer.tokens(8)
+    step(layer, [tokens], [1], [1], [1], launch)
+    good.query(tokens)
+    untouched = [layer.state[i].clone() for i in (0, 2, 3)]
+    for accepted, kept in ((1 << 30, 8), (-5, 0), (9, 8)):
+        tokens = layer.tokens(8)
+        good.accept(kept)
+        assert error(step(layer, [tokens], [1], [1], [accepted], launch), good.query(tokens)) < BF16
+        assert error(layer.state[1], good.state) < 2e-6
+    before = [x.clone() for x in (layer.state, layer.records.key, layer.records.delta, layer.records.decay)]
+    for slot, row in ((0, 0), (-1, 0), (4, 0), (2, -1), (2, 3), (2, 1 << 30)):
+        layer.records.count.zero_()
+        out = step(layer, [layer.tokens(4)], [slot], [row], [3], launch)
+        assert torch.equal(out, torch.zeros_like(out))
+    after = (layer.state, layer.records.key, layer.records.delta, layer.records.decay)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    assert all(torch.equal(x, layer.state[i]) for x, i in zip(untouched, (0, 2, 3), strict=True))
+
+
+def test_a_plan_that_lies_is_bounded_in_the_kernel_too() -> None:
+    layer = Layer.make(19)
+    mixed, a, b, starts = packed([layer.tokens(8)])
+    foreign = layer.state[2:].clone()
+    out = torch.empty(8, 2, DIM, dtype=torch.bfloat16)
+    for pending, side in ((1 << 30, 0), (-7, 3), (8, -1)):
+        plan = Plan.allocate(1, "cpu")
+        plan.rows[:], plan.pending[:], plan.side[:] = 0, pending, side
+        slots = torch.ones(1, dtype=torch.int32)
+        gates = layer.gates
+        verify(mixed, a, b, gates.A_log, gates.dt_bias, layer.state, slots, plan, layer.records, 0, starts, out, 1.0)
+    assert torch.equal(foreign, layer.state[2:])
+    assert bool(torch.isfinite(layer.state).all())
+
+
+def test_a_query_longer_than_a_row_is_cut() -> None:
+    layer = Layer.make(23, query=4)
+    others = layer.records.delta[:, :, 1:].clone()
+    tokens = layer.tokens(6)
+    expected = Request(layer, 1).query(tokens)
+    found = step(layer, [tokens], [1], [0], [1])
+    assert error(found[:4], expected[:4]) < BF16
+    assert bool(found[4:].isnan().all())
+    assert int(layer.records.count[0]) == 4
+    assert torch.equal(others, layer.records.delta[:, :, 1:])
+
+
+def test_padding_and_empty_queries_leave_rows_alone() -> None:
+    """A padded batch of a CUDA graph: trailing requests of length 0 in the null slot."""
+    layer = Layer.make(29)
+    first = layer.tokens(8)
+    step(layer, [first], [1], [0], [1])
+    empty = first.part(0, 0)
+    counts, sides = layer.records.count.clone(), layer.records.side.clone()
+    request = Request(layer, 2)
+    tokens = layer.tokens(5)
+    found = step(layer, [tokens, empty, empty], [2, 0, 1], [1, -1, 0], [1, 1, 8])
+    assert error(found, request.query(tokens)) < BF16
+    assert (int(layer.records.count[0]), int(layer.records.side[0])) == (int(counts[0]), int(sides[0]))
+
+
+def test_forgotten_rows_replay_nothing() -> None:
+    layer = Layer.make(31)
+    step(layer, [layer.tokens(8)], [1], [0], [1])
+    layer.records.forget(0)
+    layer.state[1] = torch.randn_like(layer.state[1])
+    state = layer.state[1].clone()
+    request = Request(layer, 1)
+    tokens = layer.tokens(8)
+    assert error(step(layer, [tokens], [1], [0], [8]), request.query(tokens)) < BF16
+    assert torch.equal(state, layer.state[1])
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_commit_writes_final_and_boundary_states(state: torch.dtype) -> None:
+    layer = Layer.make(37, slots=7, state=state)
+    tokens = [layer.tokens(8), layer.tokens(8), layer.tokens(8), layer.tokens(8)]
+    step(layer, tokens, [1, 2, 3, 4], [0, 1, 2, 3], [1, 1, 1, 1])
+    expected = [Request(layer, slot) for slot in (1, 2, 3, 4)]
+    at_boundary = Request(layer, 2)
+    for request, query, count in zip(expected, tokens, (5, 6, 0, 3), strict=True):
+        request.query(query)
+        request.accept(count)
+    at_boundary.query(tokens[1])
+    at_boundary.accept(4)
+    untouched = layer.state[[0, 2, 3, 4]].clone()
+    plan = Plan.allocate(4, "cpu")
+    plan.rows[:] = torch.arange(4)
+    plan.side[:] = layer.records.side
+    commit(
+        [layer.state],
+        torch.tensor([layer.state.data_ptr()]),
+        torch.tensor([1, 2, 3, 4], dtype=torch.int32),
+        plan,
+        torch.tensor([5, 6, 0, 3], dtype=torch.int32),
+        layer.records,
+        torch.tensor([1, 5, 3, 99], dtype=torch.int32),  # 99 is no slot: that request is left alone
+        torch.tensor([0, 6, 0, 0], dtype=torch.int32),
+        torch.tensor([0, 4, 0, 0], dtype=torch.int32),
+    )
+    tolerance = 2e-6 if state == torch.float32 else 2e-3
+    assert error(layer.state[1], expected[0].state) < tolerance
+    assert error(layer.state[5], expected[1].state) < tolerance
+    assert error(layer.state[6], at_boundary.state) < tolerance
+    assert torch.equal(untouched, layer.state[[0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("launch", [LAUNCHES["closed"], LAUNCHES["sequential"]], ids=["closed", "sequential"])
+def test_commit_of_several_layers_equals_the_replay_in_the_next_verification(launch: Launch) -> None:
+    layers = [Layer.make(seed) for seed in (41, 42, 43)]
+    together = Records.allocate(3, 4, 1, 2, 8, DIM, DIM, torch.bfloat16, "cpu")
+    queries = [layer.tokens(8) for layer in layers]
+    for i, (layer, tokens) in enumerate(zip(layers, queries, strict=True)):
+        step(layer, [tokens], [1], [2], [1])
+        for name in ("key", "delta", "decay"):
+            getattr(together, name)[i] = getattr(layer.records, name)[0]
+    states = [layer.state.clone() for layer in layers]
+    plan = Plan.allocate(1, "cpu")
+    plan.rows[:], plan.side[:] = 2, 1
+    one, six = torch.ones(1, dtype=torch.int32), torch.full((1,), 6, dtype=torch.int32)
+    commit(states, torch.tensor([s.data_ptr() for s in states]), one, plan, six, together, one)
+    for layer, state in zip(layers, states, strict=True):
+        step(layer, [layer.tokens(1)], [1], [2], [6], launch)
+        # The closed form's replay folds a key's norm into its delta: one rounding elsewhere.
+        assert torch.equal(layer.state, state) if launch.sequential else error(layer.state, state) < 2e-7
+
+
+def test_reasons() -> None:
+    assert unsupported(128, 128, 16, 48, 8, torch.float32, "silu") is None
+    assert unsupported(128, 128, 2, 4, 4, torch.bfloat16, "sigmoid") is None
+    for case in (
+        (64, 128, 2, 4, 8, torch.float32, "silu"),
+        (128, 128, 3, 4, 8, torch.float32, "silu"),
+        (128, 128, 2, 4, 17, torch.float32, "silu"),
+        (128, 128, 2, 4, 8, torch.float16, "silu"),
+        (128, 128, 2, 4, 8, torch.float32, "gelu"),
+    ):
+        reason = unsupported(*case)
+        assert reason is not None
+        assert "\n" not in reason
+
+
+def test_wrong_arguments_are_named() -> None:
+    layer = Layer.make(47)
+    mixed, a, b, starts = packed([layer.tokens(8)])
+    plan, slots = Plan.allocate(1, "cpu"), torch.ones(1, dtype=torch.int32)
+    out, gates = torch.empty(8, 2, DIM, dtype=torch.bfloat16), layer.gates
+
+    def call(mixed: torch.Tensor, launch: Launch, norm: GatedNorm | None = None) -> None:
+        verify(
+            mixed,
+            a,
+            b,
+            gates.A_log,
+            gates.dt_bias,
+            layer.state,
+            slots,
+            plan,
+            layer.records,
+            0,
+            starts,
+            out,
+            1.0,
+            norm,
+            launch,
+        )
+
+    with pytest.raises(ValueError, match="mixed_qkv"):
+        call(mixed[:, :-1], Launch())
+    with pytest.raises(ValueError, match="another dtype"):
+        call(mixed.float(), Launch())
+    with pytest.raises(ValueError, match="gate"):
+        call(mixed, Launch(32), GatedNorm(layer.gate(7), layer.norm_weight, EPS, "silu"))
+    with pytest.raises(ValueError, match="shorter than the batch"):
+        plan_step(layer.records, Plan.allocate(0, "cpu"), slots, starts)
