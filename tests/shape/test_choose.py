@@ -205,8 +205,11 @@ def test_a_busy_gpu_bounds_the_utilization() -> None:
     recipe = find(FP8)
     pair = pair_of(recipe)
     shape = choose(recipe, pair.target, pair.drafter, Inventory(gpus=gpus))
-    assert shape["gpu_memory_utilization"] == 0.75
-    assert "free now" in shape.values["gpu_memory_utilization"].reason
+    assert shape["gpu_memory_utilization"] == 0.74
+    assert "19.0 are in use already" in shape.values["gpu_memory_utilization"].reason
+    assert shape.budget is not None
+    assert shape.budget.part("display and other processes") == 19 * gib
+    assert sum(part.bytes for part in shape.budget.parts) == 79 * gib
 
 
 def test_unlike_gpus_are_planned_as_the_smallest() -> None:

@@ -73,7 +73,8 @@ class Sizing:
         return best, self._budget(best), why
 
     def _budget(self, shape: Shape) -> MemoryBudget:
-        return memory_budget(self.target, self.drafter, self.checkpoints, shape, self.gpu_bytes)
+        in_use = 0 if self.free_bytes is None else max(0, self.gpu_bytes - self.free_bytes)
+        return memory_budget(self.target, self.drafter, self.checkpoints, shape, self.gpu_bytes, in_use)
 
 
 @dataclass(frozen=True)

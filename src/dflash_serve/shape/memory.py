@@ -125,8 +125,12 @@ def memory_budget(
     checkpoints: Checkpoints,
     shape: Shape,
     gpu_bytes: int,
+    in_use: int = 0,
 ) -> MemoryBudget:
     """The budget of one GPU of `gpu_bytes` (as CUDA reports its total) for a shape.
+
+    Args:
+        in_use: bytes that a display or other processes hold; they come out of what the utilization leaves.
 
     Raises:
         UsageError: a KV dtype whose pages are not known.
@@ -164,14 +168,14 @@ def memory_budget(
     outside = gpu_bytes - inside - available
     beyond = beyond_budget(shape, drafter)
     needed = head_room_needed(target, shape, peak)
-    parts += _outside(outside, beyond, needed, gpu_bytes, shape)
+    parts += _outside(outside, in_use, beyond, needed, gpu_bytes, shape)
     return MemoryBudget(
         gpu_bytes=gpu_bytes,
         parts=tuple(parts),
         layout=layout,
         graphs=graphs,
         available=available,
-        head_room=outside - beyond,
+        head_room=outside - beyond - in_use,
         head_room_needed=needed,
         notes=layout.notes,
     )
@@ -202,10 +206,13 @@ def highest_utilization(
         why = "a prompt_logprobs request ends a server at 0.94, not at 0.92 (vllm#52883)"
     peak = activation_peak(target, drafter, shape)[0]
     needed = beyond_budget(shape, drafter) + head_room_needed(target, shape, peak)
-    by_room = int(100 * (1 - needed / gpu_bytes)) / 100
+    in_use = 0 if free_bytes is None else max(0, gpu_bytes - free_bytes)
+    by_room = int(100 * (1 - (needed + in_use) / gpu_bytes)) / 100
     if by_room < cap:
         cap = by_room
-        why = f"{needed / GIB:.1f} GiB stay outside for graphs, a long prefill and prompt_logprobs"
+        why = f"{needed / GIB:.1f} GiB stay outside for a long prefill and prompt_logprobs"
+        if in_use:
+            why += f", and {in_use / GIB:.1f} are in use already"
     if free_bytes is not None:
         context = table.context_at_start_gib.value * GIB
         by_free = int(100 * max(0.0, free_bytes - context) / gpu_bytes) / 100
@@ -228,15 +235,22 @@ def beyond_budget(shape: Shape, drafter: DrafterFacts | None) -> int:
     return int(gib * GIB)
 
 
-def _outside(outside: int, beyond: int, needed: int, gpu_bytes: int, shape: Shape) -> list[Part]:
-    """What the utilization leaves, by what takes it: the server itself, the largest request, nobody."""
+def _outside(outside: int, in_use: int, beyond: int, needed: int, gpu_bytes: int, shape: Shape) -> list[Part]:
+    """What the utilization leaves, by what takes it: others, the server itself, the largest request, nobody."""
     text = f"{gpu_bytes} B - {shape.utilization} of it"
-    taken = max(0, min(outside, beyond))
-    request = max(0, min(outside - taken, needed))
-    free = outside - taken - request
-    names = ("running server beyond its budget", "long prefill and prompt_logprobs", "left free")
-    sizes = (taken, request, free)
-    return [Part(name, size, text, "outside") for name, size in zip(names, sizes, strict=True) if size]
+    parts, rest = [], outside
+    for name, size in (
+        ("display and other processes", in_use),
+        ("running server beyond its budget", beyond),
+        ("long prefill and prompt_logprobs", needed),
+    ):
+        taken = max(0, min(rest, size))
+        rest -= taken
+        if taken:
+            parts.append(Part(name, taken, text, "outside"))
+    if rest or not parts:
+        parts.append(Part("left free", rest, text, "outside"))
+    return parts
 
 
 def _runtime(drafter: DrafterFacts | None, target: TargetFacts, shape: Shape) -> list[Part]:
