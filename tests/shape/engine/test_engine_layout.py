@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,3 +130,35 @@ def test_the_same_blocks_and_tokens(
     assert {group.kv_cache_spec.page_size_bytes for group in groups} == {ours.page_bytes}
     assert made.num_blocks == ours.blocks(POOL)
     assert tokens == ours.pool_tokens(POOL)
+
+
+@pytest.mark.parametrize(("tp", "window", "kv"), [(1, 131072, "auto"), (2, 524288, "fp8"), (4, 262144, "fp8")])
+def test_the_plugins_grouping_is_ours(tp: int, window: int, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`grouping="balanced"` against the plugin's own function, put in as its patch puts it in."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[3] / "docker" / "patches")
+    from dflash2_patches.patches.kv_grouping import regroup
+
+    original = planning._get_kv_cache_groups_uniform_page_size
+
+    def groups(kv_cache_spec: dict[str, Any]) -> Any:
+        made = original(kv_cache_spec)
+        return planning.create_kv_cache_group_specs(kv_cache_spec, regroup(kv_cache_spec, made, FullAttentionSpec))
+
+    monkeypatch.setattr(planning, "_get_kv_cache_groups_uniform_page_size", groups)
+    inputs = CacheInputs(
+        target=TARGET,
+        drafter=DRAFTER,
+        tensor_parallel=tp,
+        window=window,
+        max_num_batched_tokens=8192,
+        draft_tokens=7,
+        kv_cache_dtype=kv,
+        ssm_cache_dtype="float32",
+        grouping="balanced",
+    )
+    ours, vllm_config = cache_layout(inputs), config(inputs)
+    made = planning.get_kv_cache_config_from_groups(
+        vllm_config, planning.get_kv_cache_groups(vllm_config, specs(inputs)), POOL
+    )
+    assert len(made.kv_cache_groups) == ours.groups == 9
+    assert kv_cache_utils.get_kv_cache_capacity(vllm_config, made)[0] == ours.pool_tokens(POOL)
