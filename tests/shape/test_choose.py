@@ -299,3 +299,19 @@ def test_more_sequences_than_states_is_said() -> None:
     fewer = shape_of(FP8, "1xrtxpro6000", overrides={**values, "max_num_seqs": "256"})
     assert next(finding for finding in fewer.findings if finding.id == "sequences").severity == "warn"
     assert "sequences" not in ids(shape_of(FP8, "1xrtxpro6000", overrides={**values, "max_num_seqs": "64"}))
+
+
+def test_fp8_kv_on_turing_is_refused() -> None:
+    shape = shape_of(FP8, "2xrtx8000", overrides={"kv_cache_dtype": "fp8"})
+    finding = next(finding for finding in shape.findings if finding.id == "kv-backend")
+    assert "no attention back end of turing takes fp8 KV" in finding.what
+    assert finding.fix == "kv_cache_dtype: auto"
+
+
+def test_an_fp8_drafter_beside_an_automatic_target() -> None:
+    values = {"kv_cache_dtype": "auto", "draft_kv_cache_dtype": "fp8", "window": "65536"}
+    blackwell = shape_of(FP8, "2x5090", overrides=values)
+    assert "draft-kv-inherits" in ids(blackwell)
+    assert "draft-kv-inherits" not in ids(shape_of(FP8, "1xh200", overrides=values))
+    both = shape_of(FP8, "2x5090", overrides={**values, "kv_cache_dtype": "fp8"})
+    assert "draft-kv-inherits" not in ids(both)

@@ -26,7 +26,7 @@ def small(target: TargetFacts, drafter: DrafterFacts) -> tuple[TargetFacts, Draf
         layer_types=(LayerKind.LINEAR,) * 3 + (LayerKind.FULL,),
     )
     gdn = GdnDims(key_heads=2, value_heads=4, key_head_dim=32, value_head_dim=32, conv_kernel=4, ssm_dtype="float32")
-    tiny = replace(target, dims=dims, gdn=gdn, vision=None, mtp_layers=0, max_position_embeddings=2048)
+    tiny = replace(target, dims=dims, gdn=gdn, vision=None, mtp_layers=0, max_position_embeddings=8192)
     drafts = replace(drafter.dims, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=4096)
     return tiny, replace(drafter, dims=drafts)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.findings import Finding, note, refuse, warn
 from dflash_serve.hardware.tables import Architecture
+from dflash_serve.shape.backends import expected_backend
 from dflash_serve.shape.constants import GIB
 from dflash_serve.shape.memory import MemoryBudget, Shape
 from dflash_serve.shape.versions import at_least
@@ -130,22 +131,16 @@ def attention(case: Case) -> Iterator[Finding]:
             fix="kv_cache_dtype: fp8_e4m3",
         )
         return
-    if case.target_backend != "auto":
-        verdict = case.architecture.kv_verdict(case.target_backend, shape.kv_cache_dtype, non_causal=False)
-        if not verdict.ok:
-            yield refuse("kv-backend", verdict.reason, where=verdict.source, fix=_kv_fix(case, non_causal=False))
+    yield from _backend(case, "", case.target_backend, shape.kv_cache_dtype, non_causal=False)
     if case.drafter is None:
         return
     draft_kv = shape.kv_cache_dtype if shape.draft_kv_cache_dtype == "auto" else shape.draft_kv_cache_dtype
-    if case.draft_backend != "auto":
-        verdict = case.architecture.kv_verdict(case.draft_backend, draft_kv, non_causal=case.drafter.any_non_causal)
-        if not verdict.ok:
-            yield refuse("kv-backend", f"drafter: {verdict.reason}", where=verdict.source, fix=_kv_fix(case, True))
-    if (
-        shape.draft_kv_cache_dtype.startswith("fp8")
-        and shape.kv_cache_dtype == "auto"
-        and case.draft_backend == "FLASHINFER"
-    ):
+    non_causal = case.drafter.any_non_causal
+    yield from _backend(case, "drafter: ", case.draft_backend, draft_kv, non_causal=non_causal)
+    runs_on = case.draft_backend
+    if runs_on == "auto":
+        runs_on = expected_backend(case.architecture, draft_kv, non_causal=non_causal)
+    if shape.draft_kv_cache_dtype.startswith("fp8") and shape.kv_cache_dtype == "auto" and runs_on == "FLASHINFER":
         yield refuse(
             "draft-kv-inherits",
             "FlashInfer reads the target's KV dtype: an fp8 drafter beside an automatic target raises",
@@ -153,12 +148,22 @@ def attention(case: Case) -> Iterator[Finding]:
         )
 
 
-def _kv_fix(case: Case, non_causal: bool) -> str:
-    wanted = case.shape.kv_cache_dtype
+def _backend(case: Case, who: str, backend: str, kv: str, *, non_causal: bool) -> Iterator[Finding]:
+    """Whether the back end takes the KV dtype; `auto` means that any of the architecture's must."""
+    fix = _kv_fix(case, kv, non_causal)
+    if backend != "auto":
+        verdict = case.architecture.kv_verdict(backend, kv, non_causal=non_causal)
+        if not verdict.ok:
+            yield refuse("kv-backend", f"{who}{verdict.reason}", where=verdict.source, fix=fix)
+    elif not expected_backend(case.architecture, kv, non_causal=non_causal):
+        what = f"{who}no attention back end of {case.architecture.name} takes {kv} KV"
+        yield refuse("kv-backend", what + (" for non-causal layers" if non_causal else ""), fix=fix)
+
+
+def _kv_fix(case: Case, kv: str, non_causal: bool) -> str:
     able = [
-        name for name in case.architecture.backends
-        if case.architecture.kv_verdict(name, wanted, non_causal=non_causal).ok
-    ]  # fmt: skip
+        name for name in case.architecture.backends if case.architecture.kv_verdict(name, kv, non_causal=non_causal).ok
+    ]
     return f"attention_backend {' or '.join(able)}" if able else "kv_cache_dtype: auto"
 
 
