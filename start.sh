@@ -18,7 +18,8 @@ help() {
   ./start.sh status                what runs: URL, key file, acceptance length
   ./start.sh logs -f               follow the server's log
   ./start.sh down                  stop it
-  ./start.sh test                  run the tests; arguments go to pytest
+  ./start.sh test                  run the quick tests; arguments go to pytest
+  ./start.sh test engine           run those that need vLLM, in its CPU environment
 
 ./start.sh NAME is short for ./start.sh up NAME: plan, check the machine, build what is missing, start, wait until
 the server answers, verify, and leave it running (--foreground stays attached). Options follow the name:
@@ -180,6 +181,14 @@ case ${1:-} in
         shift
         made .dflash-dev || make_venv .dflash-dev "the tool and its tests' dependencies" dev.txt --all-extras
         cd "$root" || exit 1
+        if [ "${1:-}" = engine ]; then
+            shift
+            python=$("$venv/bin/dflash-serve" environment install cpu --tests) || exit
+            # Only the directories of those tests: the engine's environment doesn't hold the tool.
+            mapfile -t directories < <(grep -rlE --include='*.py' 'pytest\.mark\.engine' tests | sed 's|/[^/]*$||' | sort -u)
+            exec "$python" -m pytest -m engine "${directories[@]}" "$@"
+        fi
+        [ $# -gt 0 ] || set -- -m "not engine and not serve and not docker"
         exec "$venv/bin/python" -m pytest "$@"
         ;;
     up | down | status | logs | plan | fit | preflight | overlay | build | verify | bench | top | doctor | recipes | render | \

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_TOOLS = (
-    "bash", "cat", "chmod", "cksum", "cp", "env", "find", "flock", "grep", "ls", "mkdir", "readlink", "rm", "sleep",
-    "tail", "touch", "uname",
+    "bash", "cat", "chmod", "cksum", "cp", "env", "find", "flock", "grep", "ls", "mkdir", "readlink", "rm", "sed",
+    "sleep", "sort", "tail", "touch", "uname",
 )  # fmt: skip
 
 # Stands for python3, for the virtual environment's python, and for pip: it notes each call, and makes what they make.

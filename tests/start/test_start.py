@@ -149,6 +149,24 @@ def test_the_tests_run_with_their_own_dependencies(machine: Machine, tmp_path: P
     assert [call for call in machine.calls if call not in before] == []
 
 
+def test_without_arguments_the_quick_tests_run(machine: Machine):
+    assert machine.start("test").stdout.endswith("-m pytest -m not engine and not serve and not docker\n")
+
+
+def test_engine_tests_run_with_the_engines_python(machine: Machine):
+    tests = machine.checkout / "tests" / "inside"
+    tests.mkdir(parents=True)
+    # Put together here, so that the search for these tests doesn't find this file.
+    (tests / "test_a.py").write_text("pytestmark = " + ".".join(("pytest", "mark", "engine")) + "\n")
+    (machine.checkout / "tests" / "test_b.py").write_text("")
+    engine = machine.install("engine-python", FAKE_PYTHON)
+    stub = f'#!@BASH@\n[ "$*" = "environment install cpu --tests" ] && echo {engine}\n'
+    machine.install(".stub", stub)
+    result = machine.start("test", "engine", "-x")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"pytest in {machine.checkout}: -m pytest -m engine tests/inside -x\n"
+
+
 def _one_error(result: subprocess.CompletedProcess[str], code: int, what: str, fix: str) -> None:
     assert result.returncode == code, result.stderr
     errors = [line for line in result.stderr.splitlines() if not line.startswith(("·", "  "))]
