@@ -184,9 +184,10 @@ case ${1:-} in
         if [ "${1:-}" = engine ]; then
             shift
             python=$("$venv/bin/dflash-serve" environment install cpu --tests) || exit
-            # Only the directories of those tests: the engine's environment doesn't hold the tool.
-            mapfile -t directories < <(grep -rlE --include='*.py' 'pytest\.mark\.engine' tests | sed 's|/[^/]*$||' | sort -u)
-            exec "$python" -m pytest -m engine "${directories[@]}" "$@"
+            # Only the files of those tests (a conftest.py stands for its directory): the engine's environment
+            # holds neither the tool, which is imported from src, nor all that the tool needs.
+            mapfile -t places < <(grep -rlE --include='*.py' 'pytest\.mark\.engine' tests | sed 's|/conftest\.py$||' | sort -u)
+            PYTHONPATH=$root/src exec "$python" -m pytest -m engine "${places[@]}" "$@"
         fi
         [ $# -gt 0 ] || set -- -m "not engine and not serve and not docker"
         exec "$venv/bin/python" -m pytest "$@"

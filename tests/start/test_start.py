@@ -154,17 +154,18 @@ def test_without_arguments_the_quick_tests_run(machine: Machine):
 
 
 def test_engine_tests_run_with_the_engines_python(machine: Machine):
-    tests = machine.checkout / "tests" / "inside"
-    tests.mkdir(parents=True)
     # Put together here, so that the search for these tests doesn't find this file.
-    (tests / "test_a.py").write_text("pytestmark = " + ".".join(("pytest", "mark", "engine")) + "\n")
+    mark = ".".join(("pytest", "mark", "engine"))
+    for name in ("inside/conftest.py", "inside/test_a.py", "mixed/test_c.py"):
+        (machine.checkout / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.checkout / "tests" / name).write_text("" if name == "inside/test_a.py" else f"x = {mark}\n")
     (machine.checkout / "tests" / "test_b.py").write_text("")
     engine = machine.install("engine-python", FAKE_PYTHON)
     stub = f'#!@BASH@\n[ "$*" = "environment install cpu --tests" ] && echo {engine}\n'
     machine.install(".stub", stub)
     result = machine.start("test", "engine", "-x")
     assert result.returncode == 0, result.stderr
-    assert result.stdout == f"pytest in {machine.checkout}: -m pytest -m engine tests/inside -x\n"
+    assert result.stdout == f"pytest in {machine.checkout}: -m pytest -m engine tests/inside tests/mixed/test_c.py -x\n"
 
 
 def _one_error(result: subprocess.CompletedProcess[str], code: int, what: str, fix: str) -> None:
