@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from dflash2_patches.gdn import reference
 from dflash2_patches.gdn.records import Plan, Records
-from dflash2_patches.gdn.verify import GatedNorm, Launch, commit, plan_step, verify
+from dflash2_patches.gdn.verify import GatedNorm, Launch, Layers, Moves, commit, plan_step, verify
 from every_state import every_state, processors
 
 DIM, LAYERS, EPS = 128, 48, 1e-6
@@ -143,13 +143,11 @@ class Step:
     def ours_with_commit(self, launch: Launch, block: int, warps: int) -> Callable[[], None]:
         """Separate: the verifications leave the states alone, one kernel commits all layers afterwards."""
         plan, records, slots = self._bookkeeping()
-        layers = list(self.states)
-        addresses = torch.tensor([x.data_ptr() for x in layers], device=self.device)
-        written = Plan(plan.rows, plan.pending, torch.ones_like(plan.side))
+        layers, moves = self._moves(slots)
 
         def step() -> None:
             self._verify(plan, records, slots, launch)
-            commit(layers, addresses, slots, written, self.accepted, records, slots, block_v=block, warps=warps)
+            commit(layers, moves, records, self.case.batch, block, warps)
 
         return step
 
@@ -157,12 +155,17 @@ class Step:
         """Only the commit of all layers in the graph."""
         plan, records, slots = self._bookkeeping()
         self._verify(plan, records, slots, Launch())
-        layers = list(self.states)
-        addresses = torch.tensor([x.data_ptr() for x in layers], device=self.device)
-        written = Plan(plan.rows, plan.pending, torch.ones_like(plan.side))
-        return lambda: commit(
-            layers, addresses, slots, written, self.accepted, records, slots, block_v=block, warps=warps
-        )
+        layers, moves = self._moves(slots)
+        return lambda: commit(layers, moves, records, self.case.batch, block, warps)
+
+    def _moves(self, slots: torch.Tensor) -> tuple[Layers, Moves]:
+        """What was accepted goes into every state in place; a plan that nobody made reads side 0, writes 1."""
+        moves = Moves.allocate(1, self.case.batch, self.device)
+        moves.rows.copy_(torch.arange(self.case.batch))
+        moves.length.copy_(self.accepted)
+        moves.side.fill_(1)
+        moves.slots[0], moves.final[0] = slots, slots
+        return Layers.of(list(self.states)), moves
 
     def baseline(self) -> Callable[[], None]:
         """The stand-alone kernel that stores every state."""

@@ -121,3 +121,30 @@ def error(found: Tensor, expected: Tensor) -> float:
     if not bool(torch.isfinite(found).all()):
         return float("inf")
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def stored(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A state as it reads back. Triton's interpreter cuts float32 to bf16 where a GPU rounds."""
+    if dtype == torch.bfloat16:
+        return (state.float().view(torch.int32) & -65536).view(torch.float32).double()
+    return state.to(dtype).double()
+
+
+class Request:
+    """What a request must see: its state in the state's dtype, decoded token by token in float64."""
+
+    def __init__(self, layer: Layer, slot: int) -> None:
+        self.layer, self.slot = layer, slot
+        self.state = layer.state[slot].double()
+        self.last: reference.Tokens | None = None
+
+    def accept(self, count: int) -> None:
+        """Keep `count` tokens of the last query."""
+        if self.last is not None and count:
+            states = reference.decode(self.state, wider(self.last, torch.float64), self.layer.gates, torch.float64)[2]
+            self.state = stored(states[count - 1], self.layer.state.dtype)
+        self.last = None
+
+    def query(self, tokens: reference.Tokens) -> torch.Tensor:
+        self.last = tokens
+        return reference.decode(self.state, wider(tokens, torch.float64), self.layer.gates, torch.float64)[0]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from cases import DIM, EPS, Layer, error, packed, step, wider
+from cases import DIM, EPS, Layer, Request, error, packed, step
 from dflash2_patches.gdn import reference
-from dflash2_patches.gdn.records import Plan, Records
-from dflash2_patches.gdn.verify import GatedNorm, Launch, commit, plan_step, unsupported, verify
+from dflash2_patches.gdn.records import Plan
+from dflash2_patches.gdn.verify import GatedNorm, Launch, plan_step, unsupported, verify
 
 pytestmark = pytest.mark.engine
 
@@ -21,33 +21,6 @@ LAUNCHES = {
 }
 # The outputs are stored in bf16: half an ulp is 2^-9 of a value, in the norm less.
 BF16 = 4e-3
-
-
-def stored(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A state as it reads back. Triton's interpreter cuts float32 to bf16 where a GPU rounds."""
-    if dtype == torch.bfloat16:
-        return (state.float().view(torch.int32) & -65536).view(torch.float32).double()
-    return state.to(dtype).double()
-
-
-class Request:
-    """What a request must see: its state in the state's dtype, decoded token by token in float64."""
-
-    def __init__(self, layer: Layer, slot: int) -> None:
-        self.layer, self.slot = layer, slot
-        self.state = layer.state[slot].double()
-        self.last: reference.Tokens | None = None
-
-    def accept(self, count: int) -> None:
-        """Keep `count` tokens of the last query."""
-        if self.last is not None and count:
-            states = reference.decode(self.state, wider(self.last, torch.float64), self.layer.gates, torch.float64)[2]
-            self.state = stored(states[count - 1], self.layer.state.dtype)
-        self.last = None
-
-    def query(self, tokens: reference.Tokens) -> torch.Tensor:
-        self.last = tokens
-        return reference.decode(self.state, wider(tokens, torch.float64), self.layer.gates, torch.float64)[0]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
@@ -214,60 +187,6 @@ def test_forgotten_rows_replay_nothing() -> None:
     tokens = layer.tokens(8)
     assert error(step(layer, [tokens], [1], [0], [8]), request.query(tokens)) < BF16
     assert torch.equal(state, layer.state[1])
-
-
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_commit_writes_final_and_boundary_states(state: torch.dtype) -> None:
-    layer = Layer.make(37, slots=7, state=state)
-    tokens = [layer.tokens(8), layer.tokens(8), layer.tokens(8), layer.tokens(8)]
-    step(layer, tokens, [1, 2, 3, 4], [0, 1, 2, 3], [1, 1, 1, 1])
-    expected = [Request(layer, slot) for slot in (1, 2, 3, 4)]
-    at_boundary = Request(layer, 2)
-    for request, query, count in zip(expected, tokens, (5, 6, 0, 3), strict=True):
-        request.query(query)
-        request.accept(count)
-    at_boundary.query(tokens[1])
-    at_boundary.accept(4)
-    untouched = layer.state[[0, 2, 3, 4]].clone()
-    plan = Plan.allocate(4, "cpu")
-    plan.rows[:] = torch.arange(4)
-    plan.side[:] = layer.records.side
-    commit(
-        [layer.state],
-        torch.tensor([layer.state.data_ptr()]),
-        torch.tensor([1, 2, 3, 4], dtype=torch.int32),
-        plan,
-        torch.tensor([5, 6, 0, 3], dtype=torch.int32),
-        layer.records,
-        torch.tensor([1, 5, 3, 99], dtype=torch.int32),  # 99 is no slot: that request is left alone
-        torch.tensor([0, 6, 0, 0], dtype=torch.int32),
-        torch.tensor([0, 4, 0, 0], dtype=torch.int32),
-    )
-    tolerance = 2e-6 if state == torch.float32 else 2e-3
-    assert error(layer.state[1], expected[0].state) < tolerance
-    assert error(layer.state[5], expected[1].state) < tolerance
-    assert error(layer.state[6], at_boundary.state) < tolerance
-    assert torch.equal(untouched, layer.state[[0, 2, 3, 4]])
-
-
-@pytest.mark.parametrize("launch", [LAUNCHES["closed"], LAUNCHES["sequential"]], ids=["closed", "sequential"])
-def test_commit_of_several_layers_equals_the_replay_in_the_next_verification(launch: Launch) -> None:
-    layers = [Layer.make(seed) for seed in (41, 42, 43)]
-    together = Records.allocate(3, 4, 1, 2, 8, DIM, DIM, torch.bfloat16, "cpu")
-    queries = [layer.tokens(8) for layer in layers]
-    for i, (layer, tokens) in enumerate(zip(layers, queries, strict=True)):
-        step(layer, [tokens], [1], [2], [1])
-        for name in ("key", "delta", "decay"):
-            getattr(together, name)[i] = getattr(layer.records, name)[0]
-    states = [layer.state.clone() for layer in layers]
-    plan = Plan.allocate(1, "cpu")
-    plan.rows[:], plan.side[:] = 2, 1
-    one, six = torch.ones(1, dtype=torch.int32), torch.full((1,), 6, dtype=torch.int32)
-    commit(states, torch.tensor([s.data_ptr() for s in states]), one, plan, six, together, one)
-    for layer, state in zip(layers, states, strict=True):
-        step(layer, [layer.tokens(1)], [1], [2], [6], launch)
-        # The closed form's replay folds a key's norm into its delta: one rounding elsewhere.
-        assert torch.equal(layer.state, state) if launch.sequential else error(layer.state, state) < 2e-7
 
 
 def test_reasons() -> None:

@@ -171,7 +171,7 @@ def verify_kernel(
         state_ptr += o_v[:, None] * K + o_k[None, :]
         S = tl.load(state_ptr).to(tl.float32)
         if pending > 0:
-            S = stored(replayed(S, old_key, old_delta, old_decay, 0, pending, o_k, o_v, K, V), state_ptr)
+            S = stored(replayed(S, old_key, old_delta, old_decay, pending, o_k, o_v, K, V), state_ptr)
         for t in range(length):
             q = tl.load(q_ptr + t * stride_qkv + o_k).to(tl.float32)
             raw = tl.load(k_ptr + t * stride_qkv + o_k)
@@ -266,17 +266,17 @@ def verify_kernel(
 def commit_kernel(
     state_ref,
     addresses_ptr,
+    groups_ptr,
     slots_ptr,
+    final_ptr,
     rows_ptr,
     length_ptr,
     side_ptr,
-    final_ptr,
-    boundary_ptr,
-    boundary_length_ptr,
     key_ptr,
     delta_ptr,
     decay_ptr,
     stride_state,
+    stride_group,
     num_layers,
     num_slots,
     num_rows,
@@ -286,21 +286,21 @@ def commit_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     QUERY: tl.constexpr,
-    HAS_BOUNDARY: tl.constexpr,
 ):
     """Applies recorded tokens to the states of all layers, in one launch. Grid (V // BV, HV, N * L), L fastest.
 
-    A state goes from `slots` to `final` (the same slot or another). Where the recorded tokens reach a block
-    boundary, the state there goes to `boundary` as well. Length 0 leaves a request alone.
+    A state goes from `slots` to `final`, the same slot or another, with `length` tokens applied on the way. A request
+    whose `final` is 0 is left alone.
     """
     i_v, i_hv, i_nl = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_n, i_l = i_nl // num_layers, (i_nl % num_layers).to(tl.int64)
-    length = tl.minimum(tl.load(length_ptr + i_n), QUERY)
-    slot = tl.load(slots_ptr + i_n).to(tl.int64)
-    final = tl.load(final_ptr + i_n).to(tl.int64)
+    place = tl.load(groups_ptr + i_l).to(tl.int64) * stride_group + i_n
+    final = tl.load(final_ptr + place).to(tl.int64)
+    slot = tl.load(slots_ptr + place).to(tl.int64)
     row = tl.load(rows_ptr + i_n).to(tl.int64)
+    length = tl.minimum(tl.maximum(tl.load(length_ptr + i_n), 0), QUERY)
     inside = (slot > 0) & (slot < num_slots) & (final > 0) & (final < num_slots) & (row >= 0) & (row < num_rows)
-    if (length <= 0) | (not inside):
+    if (not inside) | ((length == 0) & (slot == final)):
         return
 
     i_h = i_hv // (HV // H)
@@ -313,13 +313,5 @@ def commit_kernel(
     state_ptr = tl.load(addresses_ptr + i_l).to(tl.pointer_type(state_ref.dtype.element_ty))
     tile = i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
     S = tl.load(state_ptr + slot * stride_state + tile).to(tl.float32)
-    done = 0
-    if HAS_BOUNDARY:
-        boundary = tl.load(boundary_ptr + i_n).to(tl.int64)
-        reach = tl.load(boundary_length_ptr + i_n)
-        if (boundary > 0) & (boundary < num_slots) & (reach >= 0) & (reach <= length):
-            S = replayed(S, key_ptr, delta_ptr, decay_ptr, 0, reach, o_k, o_v, K, V)
-            tl.store(state_ptr + boundary * stride_state + tile, S.to(state_ref.dtype.element_ty))
-            done = reach
-    S = replayed(S, key_ptr, delta_ptr, decay_ptr, done, length, o_k, o_v, K, V)
+    S = replayed(S, key_ptr, delta_ptr, decay_ptr, length, o_k, o_v, K, V)
     tl.store(state_ptr + final * stride_state + tile, S.to(state_ref.dtype.element_ty))

@@ -10,9 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def replayed(S, key_ptr, delta_ptr, decay_ptr, first, last, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
-    """S [BV, K] after the recorded tokens first .. last - 1; pointers at the row's head."""
-    for j in range(first, last):
+def replayed(S, key_ptr, delta_ptr, decay_ptr, last, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+    """S [BV, K] after the first `last` recorded tokens; pointers at the row's head."""
+    for j in range(last):
         k = tl.load(key_ptr + j * K + o_k).to(tl.float32)
         k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
         u = tl.load(delta_ptr + j * V + o_v)
@@ -23,7 +23,7 @@ def replayed(S, key_ptr, delta_ptr, decay_ptr, first, last, o_k, o_v, K: tl.cons
 
 @triton.jit
 def replayed4(S0, S1, S2, S3, key_ptr, delta_ptr, decay_ptr, last, o_v, K: tl.constexpr, V: tl.constexpr):
-    """`replayed` from the first token, for a state in four column blocks."""
+    """`replayed` for a state in four column blocks."""
     C: tl.constexpr = K // 4
     o_c = tl.arange(0, C)
     for j in range(last):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -209,54 +210,90 @@ def verify(
     return out
 
 
-def commit(
-    states: list[Tensor],
-    addresses: Tensor,
-    slots: Tensor,
-    plan: Plan,
-    lengths: Tensor,
-    records: Records,
-    final: Tensor,
-    boundary: Tensor | None = None,
-    boundary_lengths: Tensor | None = None,
-    block_v: int = 32,
-    warps: int = 4,
-) -> None:
-    """Apply recorded tokens to the states of all layers now, instead of in the next verification.
+@dataclass(frozen=True)
+class Layers:
+    """The states of all layers, as one kernel reaches them.
 
-    Args:
+    Attributes:
         states: each layer's [S, HV, V, K], all of one shape, dtype and stride.
         addresses: their `data_ptr()` [L] int64, on the device.
-        slots, final: where the states are and where they go [N] int32.
-        plan: `rows`, and `side` as the side that holds the tokens to apply.
-        lengths: tokens to apply [N] int32; 0 leaves a request alone.
-        boundary, boundary_lengths: also store the state after so many of the tokens in this slot [N] int32;
-            slot 0 for none.
+        groups: index of the block table that a layer's slots come from [L] int32, on the device.
     """
-    state, requests = states[0], lengths.shape[0]
+
+    states: tuple[Tensor, ...]
+    addresses: Tensor
+    groups: Tensor
+
+    @classmethod
+    def of(cls, states: Sequence[Tensor], groups: Sequence[int] | None = None) -> Layers:
+        """From the states and each one's group (all of group 0 when left out).
+
+        Raises:
+            ValueError: the states differ in shape, dtype or stride, or can't be taken at all.
+        """
+        first = states[0]
+        same = all((s.shape, s.dtype, s.stride()) == (first.shape, first.dtype, first.stride()) for s in states)
+        _check(same, "the layers' states differ in shape, dtype or stride")
+        _check(first.stride()[1:] == (first.shape[2] * first.shape[3], first.shape[3], 1), "heads are not contiguous")
+        _check(first.dtype in STATE_DTYPES, f"state dtype {first.dtype}")
+        addresses = torch.tensor([s.data_ptr() for s in states], dtype=torch.int64, device=first.device)
+        index = torch.tensor(groups or [0] * len(states), dtype=torch.int32, device=first.device)
+        return cls(tuple(states), addresses, index)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """States to move, for a batch of N requests in G groups; all int32.
+
+    Attributes:
+        rows: record row of a request [N].
+        length: tokens to apply on the way [N].
+        side: the side of the row that holds them [N].
+        slots: where the states are [G, N].
+        final: where they go [G, N]; 0 leaves a request alone.
+    """
+
+    rows: Tensor
+    length: Tensor
+    side: Tensor
+    slots: Tensor
+    final: Tensor
+
+    @classmethod
+    def allocate(cls, groups: int, requests: int, device: torch.device | str) -> Moves:
+        """For batches of up to `requests`; nothing moves."""
+        rows, length, side = (torch.zeros(requests, dtype=torch.int32, device=device) for _ in range(3))
+        slots, final = (torch.zeros(groups, requests, dtype=torch.int32, device=device) for _ in range(2))
+        return cls(rows, length, side, slots, final)
+
+
+def commit(layers: Layers, moves: Moves, records: Records, requests: int, block_v: int = 32, warps: int = 4) -> None:
+    """Apply recorded tokens to the states of all layers now, instead of in the next verification.
+
+    Raises:
+        ValueError: the records are of other layers, or the moves are shorter than the batch.
+    """
+    state, count = layers.states[0], len(layers.states)
     value_heads, value_dim, key_dim = state.shape[1:]
-    same = all((s.shape, s.dtype, s.stride()) == (state.shape, state.dtype, state.stride()) for s in states)
-    _check(same, "the layers' states differ in shape, dtype or stride")
-    _check(addresses.shape == (len(states),) and records.key.shape[0] == len(states), "addresses or records per layer")
-    _check(state.stride()[1:] == (value_dim * key_dim, key_dim, 1), "the heads of a state slot are not contiguous")
-    _check(state.dtype in STATE_DTYPES, f"state dtype {state.dtype}")
+    _check(records.key.shape[0] == count, f"records of {records.key.shape[0]} layers for {count}")
+    _check(moves.rows.shape[0] >= requests, "moves are shorter than the batch")
     if not requests:
         return
-    kernels.commit_kernel[(value_dim // block_v, value_heads, requests * len(states))](
+    kernels.commit_kernel[(value_dim // block_v, value_heads, requests * count)](
         state,
-        addresses,
-        slots,
-        plan.rows,
-        lengths,
-        plan.side,
-        final,
-        final if boundary is None else boundary,
-        lengths if boundary_lengths is None else boundary_lengths,
+        layers.addresses,
+        layers.groups,
+        moves.slots,
+        moves.final,
+        moves.rows,
+        moves.length,
+        moves.side,
         records.key,
         records.delta,
         records.decay,
         state.stride(0),
-        len(states),
+        moves.slots.stride(0),
+        count,
         state.shape[0],
         records.rows,
         H=records.key.shape[3],
@@ -265,7 +302,6 @@ def commit(
         V=value_dim,
         BV=block_v,
         QUERY=records.query,
-        HAS_BOUNDARY=boundary is not None,
         num_warps=warps,
     )
 
