@@ -315,3 +315,17 @@ def test_an_fp8_drafter_beside_an_automatic_target() -> None:
     assert "draft-kv-inherits" not in ids(shape_of(FP8, "1xh200", overrides=values))
     both = shape_of(FP8, "2x5090", overrides={**values, "kv_cache_dtype": "fp8"})
     assert "draft-kv-inherits" not in ids(both)
+
+
+def test_a_chosen_window_leaves_what_the_estimate_may_be_off() -> None:
+    """A window that fits 1.00 times by an estimate would end some starts in "KV cache is needed"."""
+    for gpu in GPUS:
+        shape = shape_of(FP8, gpu)
+        if shape.refused:
+            continue
+        assert shape.budget is not None
+        assert shape.budget.fits_surely
+        assert "tight-pool" not in ids(shape)
+    tight = shape_of("qwen3.8-27b-fp8-fp8-draft", "2x5090", overrides={"window": "262144", "kv_cache_dtype": "auto"})
+    assert not tight.refused
+    assert "tight-pool" in ids(tight)

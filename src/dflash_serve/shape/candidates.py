@@ -79,12 +79,17 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One shape that was weighed."""
+    """One shape that was weighed.
+
+    Attributes:
+        asked: the window was asked for: it must fit, but no margin is kept for the estimate.
+    """
 
     shape: Shape
     kv: KvChoice
     budget: MemoryBudget
     utilization_reason: str
+    asked: bool = False
 
     @property
     def missing(self) -> int:
@@ -96,7 +101,7 @@ class Candidate:
     def good(self) -> bool:
         """One whole window and all sequences fit, and the server keeps its head room."""
         return (
-            self.budget.fits
+            (self.budget.fits if self.asked else self.budget.fits_surely)
             and self.budget.layout.short_requests(self.budget.available) >= self.shape.max_num_seqs
             and self.budget.head_room >= self.budget.head_room_needed
         )
@@ -111,14 +116,15 @@ def candidates(base: Shape, space: Space, sizing: Sizing) -> Iterator[Candidate]
     if not pairs:  # asked for: the limits will say so
         pairs = [(space.batched[0], space.sequences[0])]
     leanest = min(pairs)
+    asked = len(space.windows) == 1
     for window in space.windows:
         for kv in space.kv:
-            lean = _weigh(base, window, kv, leanest, sizing)
+            lean = replace(_weigh(base, window, kv, leanest, sizing), asked=asked)
             if not lean.good:
                 yield lean
                 continue
             for pair in pairs:
-                yield lean if pair == leanest else _weigh(base, window, kv, pair, sizing)
+                yield lean if pair == leanest else replace(_weigh(base, window, kv, pair, sizing), asked=asked)
 
 
 def _weigh(base: Shape, window: int, kv: KvChoice, pair: tuple[int, int], sizing: Sizing) -> Candidate:

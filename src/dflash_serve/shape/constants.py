@@ -39,6 +39,7 @@ class Constants(Row):
     context_at_start_gib: Constant
     beyond_budget_gib: Constant
     unreserved_graphs_gib: Constant
+    pool_margin: Constant
     first_prefill_gib: Constant
     prompt_logprobs_rows: Constant
     prompt_logprobs_bytes_per_logit: Constant

@@ -67,7 +67,7 @@ def choose_cpu(
         "attention_backend": pick("attention_backend", "auto", "the CPU has one"),
         "enforce_eager": pick("enforce_eager", True, "there are no CUDA graphs, and compiling takes minutes"),
         "prefix_caching": pick("prefix_caching", True, "repeated prefixes are not computed again"),
-        "text_only": pick("text_only", target.vision is not None, "vision on a CPU is not tried"),
+        "text_only": pick("text_only", target.vision is not None, _vision_reason(target)),
         "prompt_logprobs": pick("prompt_logprobs", True, "memory is no concern at this size"),
         "drafter": draft.method,
         "num_speculative_tokens": draft.tokens,
@@ -137,3 +137,7 @@ def _limits(values: Mapping[str, Decision], target: TargetFacts, k: int) -> list
     if not values["enforce_eager"].value:
         found.append(refuse("cpu-eager", "on a CPU vLLM compiles for minutes without enforce_eager"))
     return found
+
+
+def _vision_reason(target: TargetFacts) -> str:
+    return "vision on a CPU is not tried" if target.vision else "the target has no vision tower"

@@ -240,6 +240,13 @@ def memory(case: Case, budget: MemoryBudget) -> Iterator[Finding]:
             f"{case.shape.utilization * budget.gpu_bytes / GIB:.1f}; one window of {case.shape.window} takes "
             f"{need / GIB:.1f}",
         )
+    if budget.fits and not budget.fits_surely:
+        times = f"{budget.max_full_windows:.2f} times"
+        yield warn(
+            "tight-pool",
+            f"one window fits {times} by an estimate that may be off by 3 %: vLLM may refuse to start",
+            fix=f"window: {int(case.shape.window * 0.95) // 1024 * 1024}, or kv_cache_dtype: fp8",
+        )
     blocks, short = budget.layout.blocks(budget.available), budget.layout.short_requests(budget.available)
     sequences = case.shape.max_num_seqs
     if budget.fits and case.target.gdn is not None and blocks < sequences:

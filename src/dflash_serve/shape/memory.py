@@ -83,6 +83,7 @@ class MemoryBudget:
         available: bytes left for the KV pool (negative: the shape does not fit).
         head_room: bytes outside the utilization that a running server leaves free.
         head_room_needed: bytes that the first long prefill, or one prompt_logprobs request, takes of it.
+        fixed: the pool's bytes were given and not estimated.
     """
 
     gpu_bytes: int
@@ -92,6 +93,7 @@ class MemoryBudget:
     available: int
     head_room: int
     head_room_needed: int
+    fixed: bool = False
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -103,6 +105,13 @@ class MemoryBudget:
     def max_full_windows(self) -> float:
         """Requests of the whole window that fit at once."""
         return self.layout.full_windows(max(0, self.available))
+
+    @property
+    def fits_surely(self) -> bool:
+        """Whether it still fits when the pool is smaller by what an estimate may be off."""
+        margin = 0 if self.fixed else constants().pool_margin.value
+        least = int(self.available * (1 - margin)) - self.layout.block_bytes
+        return self.layout.blocks(least) >= self.layout.blocks_per_request
 
     @property
     def fits(self) -> bool:
@@ -177,6 +186,7 @@ def memory_budget(
         available=available,
         head_room=outside - beyond - in_use,
         head_room_needed=needed,
+        fixed=shape.kv_cache_bytes is not None,
         notes=layout.notes,
     )
 
