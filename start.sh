@@ -192,7 +192,7 @@ case ${1:-} in
         [ $# -gt 0 ] || set -- -m "not engine and not serve and not docker"
         exec "$venv/bin/python" -m pytest "$@"
         ;;
-    up | down | status | logs | plan | fit | preflight | overlay | build | verify | bench | top | doctor | recipes | render | \
+    up | down | status | logs | plan | fit | preflight | overlay | build | image | verify | bench | top | doctor | recipes | render | \
         fetch | serve | patches | metrics | dashboard | pins | environment | manifest | completion | version | --version)
         need_tool
         exec "$venv/bin/dflash-serve" "$@"

@@ -33,6 +33,10 @@ LAZY = {
     "fit": ("dflash_serve.shape.commands", "fit"),
     "patches": ("dflash_serve.image.patch_commands", "patches"),
     "environment": ("dflash_serve.environment.commands", "environment"),
+    "build": ("dflash_serve.image.commands", "build"),
+    "render": ("dflash_serve.image.commands", "render"),
+    "image": ("dflash_serve.image.commands", "image"),
+    "serve": ("dflash_serve.serve_command", "serve"),
 }
 
 

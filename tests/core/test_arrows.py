@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"recipe"},
     "shape": {"recipe", "hardware", "checkpoint"},
     "overlay": {"recipe", "checkpoint"},
-    "image": {"recipe"},
+    "image": {"recipe", "environment"},
     "preflight": {"recipe", "hardware", "checkpoint", "plan.model"},
     "plan": {"recipe", "hardware", "checkpoint", "environment", "shape", "overlay", "image"},
     "runtime": {"plan.model", "observe"},
