@@ -60,6 +60,14 @@ def test_a_change_that_fails_fails_the_import(package):
         importlib.import_module("hooked.late")
 
 
+def test_a_module_in_the_middle_of_its_import_is_an_error(package, tmp_path):
+    (tmp_path / "hooked" / "midway.py").write_text(
+        "from dflash2_patches import seam\nseam.when_imported(__name__, lambda module: None)\n"
+    )
+    with pytest.raises(RuntimeError, match="too late"):
+        importlib.import_module("hooked.midway")
+
+
 def test_a_module_that_does_not_exist_stays_absent(package):
     seam.when_imported("hooked.nothing", lambda module: None)
     with pytest.raises(ModuleNotFoundError):

@@ -26,9 +26,14 @@ def when_imported(name: str, change: Change) -> None:
     """Run `change(module)` now if `name` is imported already, else right after it is.
 
     An error in `change` fails that import: a patch that can't be put in place stops the start.
+
+    Raises:
+        RuntimeError: the module is being imported right now, so its end can't be caught any more.
     """
     module = sys.modules.get(name)
-    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+    if module is not None:
+        if getattr(module.__spec__, "_initializing", False):
+            raise RuntimeError(f"{name} is being imported while the plugin is loaded: the patch would come too late")
         change(module)
         return
     _waiting.setdefault(name, []).append(change)

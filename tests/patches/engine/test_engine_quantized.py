@@ -102,6 +102,42 @@ def test_fp8_exclusions_reach_fused_layers(names):
     assert not skipped(after, "model.layers.65.self_attn.qkv_proj")
 
 
+def inc(**extra):
+    from vllm.model_executor.layers.quantization.inc.inc import INCConfig
+
+    return INCConfig.from_config(
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "packing_format": "auto_round:auto_gptq",
+        }
+        | extra
+    )
+
+
+def test_inc_blocks_and_exceptions_reach_the_drafters_layers(names):
+    def bits(config, name):
+        return config.get_layer_config(linear(), name)[0]
+
+    def config():
+        return inc(
+            block_name_to_quantize=["layers"],
+            extra_config={"layers.1.mlp.down_proj": {"bits": 16}, **{name: {"bits": 16} for name in SHARDS}},
+        )
+
+    upstream, ours = names
+    before, after = config(), fused(config())
+    upstream(before)
+    ours(after)
+    assert bits(before, "model.layers.66.mlp.down_proj") == 16  # the defect: no layer counts as quantized
+    assert bits(after, "model.layers.66.mlp.down_proj") == 4
+    assert bits(after, "model.layers.65.mlp.down_proj") == 16
+    assert bits(after, LAYER) == 16
+    assert bits(after, "model.layers.65.self_attn.qkv_proj") == 4
+
+
 def test_the_drafter_asks_for_the_fused_modules():
     from vllm.model_executor.models import qwen3_dflash as module
 

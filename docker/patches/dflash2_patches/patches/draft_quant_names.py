@@ -20,11 +20,13 @@ _MODULE = "vllm.model_executor.models.qwen3_dflash"
 _NAME_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "CompressedTensorsConfig": ("ignore", "target_scheme_map"),
     "Fp8Config": ("ignored_layers",),
-    "INCConfig": ("extra_config",),
+    "INCConfig": ("extra_config", "block_name_to_quantize"),
 }
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 # Modules at the drafter's root.
 _ROOT = re.compile(r"(?:layers|fc|hidden_norm|norm|candidate_selector|embed_tokens)(?=\\?\.|$|\W)")
+
+_PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 
 def apply() -> None:
@@ -53,6 +55,8 @@ def runtime_name(name: str, prefix: str, first_layer: int, num_layers: int) -> s
         if prefix and _ROOT.match(anchored):
             pattern = f"^(?:{re.escape(prefix)}\\.)?{anchored}"
         return f"re:{pattern}"
+    if _PATTERN.search(name):  # INC's patterns carry no mark and are searched for, so they need no anchor
+        return re.sub(r"((?<![A-Za-z0-9_])layers\\?\.)(\d+)(?=\\?\.|$|\W)", shift, name)
     local = name.removeprefix(f"{prefix}.") if prefix else name
     shifted = re.sub(r"^(layers\.)(\d+)(?=\.|$)", shift, local)
     if prefix and _ROOT.match(shifted):
