@@ -18,9 +18,9 @@ def apply() -> list[str]:
         return []
     if interpreting():
         _require_triton()
-        from dflash2_patches.cpu import fast_launch, interpreter, topk_topp
+        from dflash2_patches.cpu import bfloat16, fast_launch, interpreter, topk_topp
 
-        parts = [interpreter, fast_launch, topk_topp]
+        parts = [interpreter, bfloat16, fast_launch, topk_topp]
     else:
         from dflash2_patches.cpu import require_interpreter, v1_sampling
 

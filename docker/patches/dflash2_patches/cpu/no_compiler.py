@@ -17,8 +17,8 @@ ID = "cpu-no-compiler"
 
 
 def needed() -> bool:
-    """Whether inductor would find no compiler: neither `$CXX` nor g++ (its default on Linux)."""
-    return not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++") if name)
+    """Whether inductor would find no compiler: it looks for `$CXX`, or g++ where that isn't set."""
+    return shutil.which(os.environ.get("CXX", "g++")) is None
 
 
 def apply() -> None:
