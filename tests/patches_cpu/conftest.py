@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            # A fresh process imports vLLM: seconds on an idle machine, a minute on a crowded one.
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")
