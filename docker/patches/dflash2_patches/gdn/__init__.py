@@ -6,8 +6,9 @@ replays the accepted tokens on the one committed state before it goes on. docs/g
 
     reference.py  the rule in plain PyTorch, sequential and in closed form: what the kernels are tested against
     records.py    the per-token data between two verifications: shapes, sizes, allocation
-    kernels.py    Triton: step plan, verification (sequential and in closed form), commit
+    kernels.py    Triton: step plan, verification (sequential and in closed form), commit; tiles.py is inlined there
     verify.py     checked entry points, and the reasons why a layer stays with stock
+    align.py      states at block boundaries, for prefix caching
 
 Nothing here is put in force by the plugin: these are functions that take tensors.
 """

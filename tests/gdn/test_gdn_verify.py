@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from cases import DIM, EPS, Layer, Request, error, packed, step
 from dflash2_patches.gdn import reference
 from dflash2_patches.gdn.records import Plan
 from dflash2_patches.gdn.verify import GatedNorm, Launch, plan_step, unsupported, verify
+from gdn_cases import DIM, EPS, Layer, Request, error, packed, step
 
 pytestmark = pytest.mark.engine
 
@@ -61,8 +61,16 @@ def test_float32_activations_show_the_arithmetic_without_bf16(launch: Launch) ->
         assert error(layer.state[2], request.state) < 5e-6
 
 
-@pytest.mark.parametrize("heads", [(16, 48), (2, 4), (3, 3)])
-@pytest.mark.parametrize("launch", [LAUNCHES["closed"], LAUNCHES["sequential"]], ids=["closed", "sequential"])
+@pytest.mark.parametrize(
+    ("heads", "launch"),
+    [
+        ((16, 48), LAUNCHES["sequential"]),
+        ((2, 6), LAUNCHES["closed"]),
+        ((2, 4), LAUNCHES["closed"]),
+        ((3, 3), LAUNCHES["sequential"]),
+    ],
+    ids=["27B", "groups-of-three", "tiny-hybrid", "no-groups"],
+)
 def test_heads(heads: tuple[int, int], launch: Launch) -> None:
     layer = Layer.make(7, heads, slots=3, rows=2)
     request = Request(layer, 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Layer, error, wider
 from dflash2_patches.gdn import reference
+from gdn_cases import Layer, error, wider
 
 pytestmark = pytest.mark.engine
 

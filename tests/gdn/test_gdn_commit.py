@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DIM, Layer, Request, error, step
 from dflash2_patches.gdn import align, reference
 from dflash2_patches.gdn.records import Plan, Records
 from dflash2_patches.gdn.verify import Launch, Layers, Moves, commit, plan_step, verify
+from gdn_cases import DIM, Layer, Request, error, step
 
 pytestmark = pytest.mark.engine
 
