@@ -1,8 +1,8 @@
 """Launch interpreted kernels without upstream's cost per launch.
 
 Upstream's `GridExecutor` does four things at every launch that are the same every time or needless on a CPU:
-it replaces every function of `triton.language` by its interpreted form and puts it back afterwards
-(milliseconds), reads the kernel's signature, copies every argument's storage to the host, and copies it
+it replaces every function of `triton.language` by its interpreted form and puts it back afterwards,
+reads the kernel's signature, copies every argument's storage to the host, and copies it
 back. vLLM launches dozens of kernels a step, so this decides the speed.
 
 Here the language is replaced once for each module of kernels and stays so (this process only interprets),
