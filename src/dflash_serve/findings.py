@@ -25,7 +25,7 @@ class Finding(BaseModel):
         fix: what to do, as a command or one sentence.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     id: str
     severity: Severity

@@ -33,7 +33,7 @@ _REPAIRS = 2
 
 
 class _Look(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     versions: dict[str, str]
     broken: tuple[str, ...]

@@ -28,7 +28,7 @@ class Marker(BaseModel):
         seconds: what the install took, this run only.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     schema_version: int = 1
     variant: str
@@ -54,7 +54,7 @@ class Marker(BaseModel):
 class Steps(BaseModel):
     """Finished steps of an install, for one lock."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     lock_sha256: str
     python_version: str

@@ -23,7 +23,7 @@ _CHECKOUT = "run from a checkout of the project, or set DFLASH_SERVE_ROOT to one
 class Variant(BaseModel):
     """One entry of variants.yaml. Sizes in bytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     distribution: str
     lock: str

@@ -10,7 +10,7 @@ from dflash_serve.findings import Finding
 class Fact(BaseModel):
     """Base of every part of an inventory."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class GpuProcess(Fact):

@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 class Row(BaseModel):
     """Base of every row."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class DenseFlops(Row):

@@ -21,7 +21,7 @@ Verdict = Literal["needed", "not-needed", "refused"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class KeyChange(_Part):

@@ -20,7 +20,7 @@ Variant = Literal["cuda", "cpu"]
 class Part(BaseModel):
     """Base of every part of a plan."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Decision(Part):

@@ -15,7 +15,7 @@ Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
 class Fact(BaseModel):
     """Base of every fact."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class CudaDriver(Fact):

@@ -35,7 +35,7 @@ class Run(BaseModel):
         summary: figures of the last verification.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     recipe: str
     state: RunState

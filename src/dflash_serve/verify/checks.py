@@ -25,7 +25,7 @@ class Check(BaseModel):
         figure: the measured number, where there is one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     id: str
     passed: bool

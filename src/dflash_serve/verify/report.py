@@ -17,7 +17,7 @@ from dflash_serve.verify.client import Client
 class Report(BaseModel):
     """All checks of one verification, and their figures in one mapping."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     recipe: str
     url: str
