@@ -42,7 +42,9 @@ Auto = Literal["auto"]
 class Model(BaseModel):
     """Base of every recipe part."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, str_strip_whitespace=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", defer_build=True, str_strip_whitespace=True, allow_inf_nan=False
+    )
 
 
 class Method(StrEnum):
