@@ -132,7 +132,7 @@ def test_a_taken_port_is_refused_before_anything_starts(shell: Shell, served: tu
     done = shell.run("preflight", "tiny", "--port", port, "--json", check=False)
     assert done.returncode == 4
     findings = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "refuse"]
-    assert [f["id"] for f in findings] == ["port"]
+    assert [f["id"] for f in findings] == ["port-taken"]
     assert port in findings[0]["where"] + findings[0]["what"]
 
 
