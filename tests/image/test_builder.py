@@ -49,7 +49,7 @@ def test_the_failing_step_is_found(indent: int | None):
     failed = log.failed
     assert failed is not None
     assert failed.name == RUN
-    assert failed.short == "[stage-0 7/9] RUN /opt/engine/bin/pip install -r x"
+    assert failed.short == "[stage-0 7/9] RUN /opt/engine/bin/pip install x"
     why, fix = reason(failed.output)
     assert why == "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
     assert "mirror" in fix
@@ -83,6 +83,7 @@ def test_what_is_no_event_is_kept():
         ("refused: vLLM 0.34.0 is unknown", "docs/patches.md"),
         ("c++: fatal error: Killed signal terminated program cc1plus", "build_jobs"),
         ("docker.io/library/x: pull access denied", "--build-context"),
+        ("did not complete successfully: runc did not terminate successfully: exit status -1", "build again"),
     ],
 )
 def test_known_reasons_have_a_remedy(line: str, fix: str):

@@ -43,10 +43,16 @@ class BuildStep:
 
     @property
     def short(self) -> str:
-        """The name in one line of at most 90 characters, without options of mounts and shell preludes."""
-        text = re.sub(r"--mount=\S+\s*", "", self.name)
-        text = re.sub(r"\[ ! -s \S+ \] \|\| export [^;]*;\s*|export [^&;]*(?:;|&&)\s*", "", text)
-        return " ".join(text.split())[:90]
+        """The name in one line of at most 110 characters, without shell preludes and options."""
+        return tidy(self.name)[:110]
+
+
+def tidy(text: str) -> str:
+    """An instruction without what every one of them carries: shells, preludes, mounts, options."""
+    text = re.sub(r"/bin/sh -c |\s*# buildkit$", "", text)
+    text = re.sub(r"\[ ! -s \S+ \] \|\| export [^;]*;\s*|export [^&;]*(?:;|&&)\s*", "", text)
+    text = re.sub(r"(?<=\s)--?[a-z][\w-]*(=\S+)?\s", "", text)
+    return " ".join(text.split())
 
 
 class Log:

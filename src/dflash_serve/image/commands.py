@@ -15,6 +15,7 @@ from dflash_serve.fsio import atomic_write
 from dflash_serve.image import variants
 from dflash_serve.image.build import BuildOptions, Built, connect, layers
 from dflash_serve.image.build import build as build_image
+from dflash_serve.image.builder import tidy
 from dflash_serve.image.identity import compare, identity
 from dflash_serve.image.lint import lint as lint_text
 from dflash_serve.image.registry import resolve_digest
@@ -131,7 +132,7 @@ def layers_command(name: str) -> None:
     reference = name if ":" in name else identity(variant_of(name)).reference
     rows = layers(reference)
     for size, instruction in rows:
-        click.echo(f"{size / 1e6:>10.1f} MB  {instruction[:110]}")
+        click.echo(f"{size / 1e6:>10.1f} MB  {tidy(instruction)[:110]}")
     click.echo(f"{sum(size for size, _ in rows) / 1e6:>10.1f} MB  {reference}")
 
 
