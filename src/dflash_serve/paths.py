@@ -1,6 +1,6 @@
 """Where things live on the user's machine, in one place.
 
-Cache (may be deleted): engine environments, overlays.
+Cache (may be deleted): engine environments; overlays, beside them.
 State (what runs): one directory a served recipe, keys, locks.
 """
 
@@ -33,8 +33,13 @@ def recipes_dir() -> Path:
 
 
 def overlays_home() -> Path:
-    """Built overlays, content-addressed."""
-    return cache_home() / "overlays"
+    """Built overlays, content-addressed.
+
+    By default outside `dflash-serve/`: vLLM takes an MTP target whose path says "dflash" for a DFlash drafter.
+    """
+    if os.environ.get("DFLASH_SERVE_CACHE"):
+        return cache_home() / "overlays"
+    return cache_home().parent / "served-overlays"
 
 
 def environments_home() -> Path:

@@ -16,7 +16,7 @@ from dflash_serve.hardware.model import Inventory
 from dflash_serve.overlay.decide import OverlayDecision as Decided
 from dflash_serve.overlay.decide import decide
 from dflash_serve.overlay.spec import SnapshotSource, overlay_path
-from dflash_serve.overlay.validate import validate_pair
+from dflash_serve.overlay.validate import served_drafter, served_target, validate_pair
 from dflash_serve.plan import model
 from dflash_serve.plan.patches import patch_decisions
 from dflash_serve.plan.prospects import expectations
@@ -26,6 +26,7 @@ from dflash_serve.shape.arguments import Endpoint, arguments
 from dflash_serve.shape.arguments import environment as shape_environment
 from dflash_serve.shape.choose import choose
 from dflash_serve.shape.cpu import choose_cpu
+from dflash_serve.shape.kv_groups import Grouping
 from dflash_serve.shape.lookup import Pair, expected_directory, pair_of
 from dflash_serve.shape.model import ServingShape
 from dflash_serve.version import __version__
@@ -73,10 +74,11 @@ def make_plan(request: Request) -> model.Plan:
     variant = _variant(recipe, inventory)
     spec = environment.spec_for(variant)
     pair = pair_of(recipe)
-    findings = list(validate_pair(pair.target, pair.drafter)) if pair.drafter else []
-    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request)
-    findings += shape.findings
+    patches = patch_decisions(spec.vllm_version)
+    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request, _grouping(patches))
+    findings = list(shape.findings)
     overlays = _overlays(recipe, pair, shape, spec.vllm_version)
+    findings += _pair_findings(pair, shape, overlays, spec.vllm_version)
     findings += [finding for overlay in overlays for finding in overlay.findings]
     if any(finding.severity is Severity.REFUSE and finding.id not in request.forced for finding in findings):
         raise PreflightRefused([f for f in findings if f.id not in request.forced])
@@ -110,7 +112,7 @@ def make_plan(request: Request) -> model.Plan:
         shape={key: _decision(shape, key) for key in shape.values},
         memory=_memory(shape),
         overlays=tuple(_overlay(decided) for decided in overlays),
-        patches=patch_decisions(spec.vllm_version),
+        patches=patches,
         server=model.Server(
             host=request.host,
             port=request.port,
@@ -164,6 +166,7 @@ def _shape(
     variant: str,
     vllm_version: str,
     request: Request,
+    grouping: Grouping,
 ) -> ServingShape:
     if variant == "cpu":
         ram = inventory.host.memory_limit or inventory.host.ram_total or 0
@@ -180,6 +183,35 @@ def _shape(
         overrides=request.overrides,
         target_dir=pair.target_dir,
         drafter_dir=pair.drafter_dir,
+        grouping=grouping,
+    )
+
+
+def _grouping(patches: tuple[model.PatchDecision, ...]) -> Grouping:
+    """How the KV layers are grouped: the plugin's way where its patch is on."""
+    on = any(patch.id == "kv-grouping" and patch.outcome == "applied" for patch in patches)
+    return "balanced" if on else "vllm"
+
+
+def _pair_findings(pair: Pair, shape: ServingShape, overlays: list[Decided], vllm_version: str) -> list[Finding]:
+    """What is off between target and drafter as they will be served, overlays included."""
+    if pair.drafter is None or not shape.drafting:
+        return []
+    specs = {decided.kind: decided.spec for decided in overlays if decided.spec}
+    target, drafter = pair.target, pair.drafter
+    if pair.target_dir is not None:
+        target = served_target(pair.target_dir, specs.get("target"))
+    if pair.drafter_dir is not None:
+        drafter = served_drafter(pair.drafter_dir, specs.get("drafter"))
+    # Without the files only the published configs are known, and those don't have the overlay's changes.
+    whole = pair.target_dir is not None and pair.drafter_dir is not None
+    return validate_pair(
+        target,
+        drafter,
+        draft_tokens=shape.integer("num_speculative_tokens"),
+        window=shape.integer("window") if whole else None,
+        vllm_version=vllm_version if whole else None,
+        dtype=shape.text("dtype"),
     )
 
 
