@@ -19,7 +19,7 @@ import click
 from dflash_serve import environment, paths
 from dflash_serve.environment.checks import PYTHONS
 from dflash_serve.environment.spec import EnvironmentSpec
-from dflash_serve.errors import BuildFailed, PreflightRefused, StartFailed
+from dflash_serve.errors import BuildFailed, PreflightRefused, StartFailed, UsageError
 from dflash_serve.findings import Finding, Severity, refuse
 from dflash_serve.fsio import atomic_write_json
 from dflash_serve.hardware.lock import GpuLocks, acquire
@@ -35,6 +35,7 @@ from dflash_serve.runtime.state import ensure_key
 
 # Set by the image; elsewhere they are absent.
 IMAGE, ENGINE, HEALTH = "DFLASH_SERVE_IMAGE", "DFLASH_SERVE_ENGINE", "DFLASH_SERVE_HEALTH"
+VARIANT = "DFLASH_SERVE_VARIANT"
 # The allocator's setting is the operator's: some WSL drivers can't do expandable segments
 # (https://github.com/syv-ai/qwen38-27b-rtx3090/blob/main/docs/docker.md).
 OPERATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "MAX_JOBS")
@@ -105,7 +106,12 @@ def interpreter(plan: Plan) -> Path:
 
     Raises:
         BuildFailed: there is none.
+        UsageError: the image is of another variant than the plan.
     """
+    wanted, here = plan.engine.variant, os.environ.get(VARIANT)
+    if here and here != wanted:
+        what = f"this image is of the variant {here}, and the plan is for {wanted}"
+        raise UsageError(what, fix=f"dflash-serve build {wanted}, and serve the plan from that image")
     if named := os.environ.get(ENGINE):
         if not os.access(named, os.X_OK):
             raise BuildFailed(f"the engine's interpreter is not there: {named}", where=ENGINE)

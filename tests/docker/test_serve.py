@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,17 @@ from typing import Any
 import pytest
 import requests
 
+from dflash_serve.errors import StartFailed
+from dflash_serve.lifecycle import build_overlays
+from dflash_serve.plan.model import Plan
+from dflash_serve.plan.planner import Request, make_plan
+from dflash_serve.progress import SilentProgress
+from dflash_serve.runtime import docker as runtime
+from dflash_serve.runtime.state import Run
+
 from .conftest import ROOT, Engine
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1200)]
-KEY = "key-of-the-test"
 HARDENED = (
     "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp:mode=1777",
     "--shm-size", "1g",
@@ -36,14 +42,15 @@ def free_port() -> int:
 class Served:
     """A container that serves."""
 
+    run: Run
+    plan: Plan
     name: str
     url: str
-    volume: str
-    seconds: float
+    key: str
 
     def post(self, body: dict[str, Any]) -> requests.Response:
         return requests.post(
-            f"{self.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=300
+            f"{self.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {self.key}"}, timeout=300
         )
 
     def metric(self, name: str) -> float:
@@ -52,41 +59,37 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def plan(engine: Engine, built: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan made by the image itself: its checkout holds the tiny pair, and its paths are the container's."""
-    out = engine.docker("run", "--rm", "--entrypoint", "dflash-serve", built["reference"], "plan", "tiny", "--json")
-    file = tmp_path_factory.mktemp("plan") / "plan.json"
-    file.write_text(out[out.index("{") :])
-    file.chmod(0o644)
-    file.parent.chmod(0o755)
-    return file
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """State and cache of the host's side; readable for the container's user, as a home directory's would be."""
+    made = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_SERVE_STATE", str(made / "state"))
+        patch.setenv("DFLASH_SERVE_CACHE", str(made / "cache"))
+        yield made
 
 
 @pytest.fixture(scope="module")
-def served(engine: Engine, built: dict[str, Any], plan: Path) -> Iterator[Served]:
-    name, port = f"dflash-test-{uuid.uuid4().hex[:8]}", free_port()
-    volume, started = f"{name}-cache", time.monotonic()
-    engine.docker(
-        "run", "--detach", "--name", name, *HARDENED, "--publish", f"127.0.0.1:{port}:8000",
-        "--volume", f"{plan}:/plan.json:ro", "--volume", f"{volume}:/cache", "--env", f"VLLM_API_KEY={KEY}",
-        "--health-interval", "5s", built["reference"], "/plan.json", "--host", "0.0.0.0",
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
+def served(engine: Engine, built: dict[str, Any], home: Path) -> Iterator[Served]:
+    """A plan made on the host, its overlays, and a container by the Docker runtime."""
+    plan = make_plan(Request(name="tiny", port=free_port()))
+    build_overlays(plan, SilentProgress())
+    started = time.monotonic()
+    run = runtime.start(plan, built["reference"], shm_bytes=2**30)
     try:
         while True:
-            state = json.loads(engine.docker("inspect", name))[0]["State"]
-            assert state["Running"], engine.docker("logs", "--tail", "60", name)
-            assert time.monotonic() - started < 600, engine.docker("logs", "--tail", "60", name)
+            assert runtime.status(run) not in {"exited", "gone", "dead"}, runtime.logs(run, tail=60)
+            assert time.monotonic() - started < 900, runtime.logs(run, tail=60)
             try:
-                if requests.get(f"{url}/health", timeout=2).status_code == 200:
+                if requests.get(f"{run.url}/health", timeout=2).status_code == 200:
                     break
             except requests.RequestException:
                 pass
             time.sleep(1)
-        yield Served(name, url, volume, time.monotonic() - started)
+        key = Path(run.key_file).read_text().strip()
+        yield Served(run, plan, run.container or "", run.url, key)
     finally:
-        engine.docker("rm", "--force", "--volumes", name, check=False)
-        engine.docker("volume", "rm", volume, check=False)
+        runtime.stop(run, grace=5)
+        engine.docker("volume", "rm", runtime.CACHE_VOLUME, check=False)
 
 
 def test_it_drafts_with_dflash2(served: Served):
@@ -114,7 +117,7 @@ def test_the_process_has_no_rights(engine: Engine, served: Served):
     assert re.search(r"^Uid:\s+10001\s+10001", status, re.MULTILINE)
     assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
     assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
-    refused = engine.docker("exec", served.name, "sh", "-c", "touch /opt/x; touch /home/dflash/x; true")
+    refused = engine.docker("exec", served.name, "sh", "-c", "touch /opt/x /home/dflash/x 2>&1; true")
     assert refused.count("Read-only file system") == 2
 
 
@@ -124,7 +127,7 @@ def test_the_patches_are_in(engine: Engine, served: Served):
     assert re.search(wanted, text, re.MULTILINE)
     log = engine.docker("logs", served.name)
     assert "dflash2_patches active" in log
-    assert KEY not in log
+    assert served.key not in log
 
 
 def test_compiled_things_lie_under_image_and_plan(engine: Engine, served: Served, built: dict[str, Any]):
@@ -134,7 +137,7 @@ def test_compiled_things_lie_under_image_and_plan(engine: Engine, served: Served
 
 
 def test_the_health_check_sees_it_generate(engine: Engine, served: Served):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while True:
         health = json.loads(engine.docker("inspect", served.name))[0]["State"]["Health"]
         if health["Status"] == "healthy":
@@ -145,16 +148,34 @@ def test_the_health_check_sees_it_generate(engine: Engine, served: Served):
     assert any("generates" in line or "tokens since" in line for line in lines)
 
 
-def test_any_uid_may_run_it(engine: Engine, built: dict[str, Any], plan: Path):
+def test_an_image_can_plan_for_itself_and_any_uid_may_run_it(engine: Engine, built: dict[str, Any], tmp_path: Path):
+    """Its checkout holds the tiny pair, and such a plan's paths are the container's own."""
+    out = engine.docker("run", "--rm", "--entrypoint", "dflash-serve", built["reference"], "plan", "tiny", "--json")
+    file = tmp_path / "plan.json"
+    file.write_text(out)
     out = engine.docker(
-        "run", "--rm", *HARDENED, "--user", "4242:4242", "--volume", f"{plan}:/plan.json:ro",
+        "run", "--rm", *HARDENED, "--user", "4242:4242", "--volume", f"{file}:/plan.json:ro",
         built["reference"], "/plan.json", "--check",
     )  # fmt: skip
     assert "--speculative-config" in out
+    assert "/cache/overlays/" in out
 
 
-def test_it_stops_when_asked(engine: Engine, served: Served):
+def test_a_second_start_is_refused_while_it_runs(built: dict[str, Any], served: Served):
+    with pytest.raises(StartFailed, match="running already"):
+        runtime.start(served.plan, built["reference"])
+
+
+def test_a_missing_image_is_not_pulled(engine: Engine, home: Path):
+    plan = make_plan(Request(name="tiny")).model_copy(update={"recipe": "other"})
+    with pytest.raises(StartFailed, match="there is no image"):
+        runtime.start(plan, "dflash-serve:absent")
+
+
+def test_it_stops_when_asked_and_leaves_its_log(served: Served):
     started = time.monotonic()
-    engine.docker("stop", "--time", "90", served.name)
+    assert runtime.stop(served.run, grace=90) is False
     assert time.monotonic() - started < 80
-    assert json.loads(engine.docker("inspect", served.name))[0]["State"]["ExitCode"] in {0, 143}
+    assert runtime.status(served.run) == "gone"
+    assert "dflash2_patches active" in served.run.log_file.read_text()
+    assert runtime.logs(served.run) == ""

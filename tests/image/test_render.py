@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from dflash_serve.cli import cli
 from dflash_serve.errors import BuildFailed, UsageError
 from dflash_serve.findings import Severity
-from dflash_serve.image import variants
+from dflash_serve.hardware.hypothetical import hypothetical
+from dflash_serve.hardware.model import Host, Inventory
+from dflash_serve.image import commands, variants
 from dflash_serve.image.identity import identity
 from dflash_serve.image.lint import instructions, lint
 from dflash_serve.image.render import render
@@ -182,8 +184,16 @@ def test_no_layer_keeps_a_secret_or_a_setting_of_one_machine():
         assert not any("proxy" in e.text.lower() for e in instructions(text))
 
 
+def test_a_recipe_names_the_variant_that_it_would_be_served_with(monkeypatch: pytest.MonkeyPatch):
+    for gpus, name in (("1xh100", "cuda"), (None, "cpu")):
+        found = hypothetical(gpus) if gpus else Inventory(host=Host())
+        monkeypatch.setattr(commands, "read_inventory", lambda found=found: found)
+        assert commands.variant_of("tiny") == name
+    assert commands.variant_of("cuda") == "cuda"
+
+
 def test_the_command_line():
-    done = CliRunner().invoke(cli, ["render", "qwen3.8-27b-fp8"])
+    done = CliRunner().invoke(cli, ["render", "cuda"])
     assert done.exit_code == 0
     assert done.stdout == render(identity("cuda"))
     with pytest.raises(UsageError, match="neither an image variant nor a recipe"):

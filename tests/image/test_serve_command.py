@@ -144,6 +144,12 @@ def test_without_an_interpreter(home: Path, plan_file: Path):
     assert "/nowhere/python" in done.stderr
 
 
+def test_an_image_of_another_variant(home: Path, plan_file: Path):
+    done = serve(home, plan_file, DFLASH_SERVE_VARIANT="cuda")
+    assert done.returncode == 2
+    assert "this image is of the variant cuda, and the plan is for cpu" in done.stderr
+
+
 def test_a_broken_plan(home: Path):
     file = home / "plan.json"
     file.write_text("{}")

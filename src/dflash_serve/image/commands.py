@@ -12,6 +12,7 @@ import click
 from dflash_serve.errors import BuildFailed, ExitCode, UsageError
 from dflash_serve.findings import Severity
 from dflash_serve.fsio import atomic_write
+from dflash_serve.hardware.inventory import read as read_inventory
 from dflash_serve.image import variants
 from dflash_serve.image.build import BuildOptions, Built, connect, layers
 from dflash_serve.image.build import build as build_image
@@ -39,8 +40,10 @@ def variant_of(name: str) -> str:
         return name
     if name in catalogue.names():
         wanted = catalogue.find(name).engine.variant
-        # `auto` takes the GPU where there is one; an image for other machines has to be named.
-        return "cuda" if wanted == "auto" else str(wanted)
+        if wanted != "auto":
+            return str(wanted)
+        # As the planner decides on this machine; an image for another one is named by its variant.
+        return "cuda" if any(gpu.healthy for gpu in read_inventory().gpus) else "cpu"
     raise UsageError(f"{name} is neither an image variant nor a recipe", fix=f"one of: {', '.join(known)}")
 
 
