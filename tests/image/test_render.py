@@ -93,6 +93,7 @@ def test_the_cuda_variant_can_compile_for_flashinfer():
     apt = next(entry.text for entry in instructions(text) if "apt-get install" in entry.text)
     assert "cuda-nvcc-13-0" in apt
     assert "libcurand-dev-13-0" in apt
+    assert "cuda-driver-dev-13-0" in apt
     build = next(
         entry.text for entry in instructions(text) if "prebuild_flashinfer.py" in entry.text and entry.word == "RUN"
     )
