@@ -142,9 +142,10 @@ stop_engine() {
         ip link del docker0 2>/dev/null || true
     fi
     awk -v w="$dir/" 'index($5, w) == 1 {print $5}' /proc/self/mountinfo | sort -r | while read -r mount; do
-        umount "$mount"
+        until_ok 15 umount "$mount"
     done
-    if mountpoint -q "$dir"; then umount "$dir"; fi
+    # The engine's last threads hold its files for a moment after its process is gone.
+    if mountpoint -q "$dir"; then until_ok 15 umount "$dir"; fi
     # Never delete through a mount that is still there.
     if awk -v w="$dir" '$5 == w || index($5, w "/") == 1 {found = 1} END {exit !found}' /proc/self/mountinfo; then
         fail "something is still mounted below $dir"
