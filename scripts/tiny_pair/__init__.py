@@ -1,0 +1,1 @@
+"""Parts of the tiny pair's trainer: corpus, tokenizer, models, training, checkpoints."""
