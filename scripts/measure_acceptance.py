@@ -3,8 +3,9 @@
 
     measure_acceptance.py --url http://127.0.0.1:8000 --key-file KEY --model tiny [--tokens 96] [--json]
 
-Acceptance length is 1 + accepted / drafts between two scrapes of /metrics, as vLLM counts them, so nothing else may use the
-server meanwhile. Exit code 1: less than --at-least; 2: the server cannot be measured (no answer, no drafter, refused).
+Acceptance length is 1 + accepted / drafts between two scrapes of /metrics, as vLLM counts them, so nothing else may
+use the server meanwhile. Exit code 1: less than --at-least; 2: the server cannot be measured (no answer, no drafter,
+refused).
 """
 
 from __future__ import annotations
