@@ -116,10 +116,3 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     made = Shell(tmp_path_factory.mktemp("state"))
     yield made
     made.run("down", "--grace", "1", check=False)
-
-
-@pytest.fixture(scope="session")
-def prompts() -> list[str]:
-    """Held-out prompts: the pair was not trained on the files they come from."""
-    data = json.loads((ROOT / "tests/data/heldout_prompts.json").read_text())
-    return [entry["prompt"] for entry in data["prompts"]]

@@ -23,6 +23,8 @@ from .conftest import Api, Shell, free_port, session_members, wait_for
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 
+HELD_OUT = json.loads((Path(__file__).resolve().parents[1] / "data/heldout_prompts.json").read_text())
+PROMPTS = [entry["prompt"] for entry in HELD_OUT["prompts"]]
 GREEDY: dict[str, list[tuple[list[int], str]]] = {}
 
 
@@ -70,20 +72,27 @@ def test_nothing_secret_is_in_ps_or_the_log(shell: Shell, served: tuple[Api, Any
     assert api.key not in Path(status["log_file"]).read_text()
 
 
-def test_the_drafter_is_accepted_on_held_out_text(served: tuple[Api, Any, float], prompts: list[str]) -> None:
+def test_the_drafter_is_accepted_on_held_out_text(served: tuple[Api, Any, float]) -> None:
     """Acceptance length at least 3.0 of 8 at temperature 0, on text the pair never saw."""
     api = served[0]
     before = parse(api.metrics())
-    GREEDY["with"] = [api.greedy(prompt) for prompt in prompts[:20]]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: api.greedy(prompt, HELD_OUT["max_tokens"]), PROMPTS))
     seen = parse(api.metrics()).since(before)
     print(f"acceptance length {seen.acceptance_length:.3f} over {seen.drafts:.0f} drafts; {seen.accepted_per_position}")
-    assert len(GREEDY["with"]) == 20
+    assert len(answers) == len(PROMPTS) >= 20
     assert seen.acceptance_length is not None
     assert seen.acceptance_length >= 3.0
     assert list(seen.accepted_per_position) == sorted(seen.accepted_per_position, reverse=True)
 
 
-def test_streaming_and_four_at_once(served: tuple[Api, Any, float], prompts: list[str]) -> None:
+def test_greedy_ids_are_kept_for_the_target_alone(served: tuple[Api, Any, float]) -> None:
+    """One request at a time: another batch width rounds otherwise, and ties then fall otherwise."""
+    GREEDY["with"] = [served[0].greedy(prompt) for prompt in PROMPTS[:20]]
+    assert all(len(ids) == 32 for ids, _ in GREEDY["with"])
+
+
+def test_streaming_and_four_at_once(served: tuple[Api, Any, float]) -> None:
     api = served[0]
 
     def stream(prompt: str) -> tuple[int, str]:
@@ -96,7 +105,7 @@ def test_streaming_and_four_at_once(served: tuple[Api, Any, float], prompts: lis
         return len(chunks), text
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(stream, prompts[:4]))
+        answers = list(pool.map(stream, PROMPTS[:4]))
     assert all(count > 2 and text for count, text in answers)
 
 
@@ -168,13 +177,13 @@ def test_sigterm_lets_requests_finish(shell: Shell, served: tuple[Api, Any, floa
     nothing_left(shell, status)
 
 
-def test_greedy_text_is_the_same_without_the_drafter(shell: Shell, prompts: list[str]) -> None:
+def test_greedy_text_is_the_same_without_the_drafter(shell: Shell) -> None:
     shell.run("tiny", "--no-drafter", "--port", str(free_port()))
     status = shell.status()
     api = Api(status["url"], Path(status["key_file"]).read_text().strip())
     assert status["acceptance_length"] is None
     assert not parse(api.metrics()).speculative
-    alone = [api.greedy(prompt) for prompt in prompts[:20]]
+    alone = [api.greedy(prompt) for prompt in PROMPTS[:20]]
     assert [ids for ids, _ in alone] == [ids for ids, _ in GREEDY["with"]]
 
 

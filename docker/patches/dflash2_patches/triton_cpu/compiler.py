@@ -16,9 +16,7 @@ if cpu_build() and not interpreting():
     # vLLM's CPU build takes a registered `cpu` backend for a real one (vllm/triton_utils/importing.py looks
     # only at the name) and would launch kernels that nothing can compile: the first request would kill the
     # engine. With this error vLLM logs that it disables Triton and goes on with its C++ kernels.
-    raise ImportError(
-        "the cpu backend of dflash2_patches serves Triton's interpreter: set TRITON_INTERPRET=1"
-    )
+    raise ImportError("the cpu backend of dflash2_patches serves Triton's interpreter: set TRITON_INTERPRET=1")
 
 
 class InterpreterBackend(_triton.BaseBackend):
@@ -43,9 +41,7 @@ class InterpreterBackend(_triton.BaseBackend):
         Raises:
             RuntimeError: something asked for a compilation.
         """
-        raise RuntimeError(
-            "this Triton has no CPU compiler: the interpreter runs kernels, set TRITON_INTERPRET=1"
-        )
+        raise RuntimeError("this Triton has no CPU compiler: the interpreter runs kernels, set TRITON_INTERPRET=1")
 
     def load_dialects(self, context: Any) -> None:
         """No dialects."""
