@@ -114,7 +114,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("lock", "prepare", "prompts"):
         command = commands.add_parser(name)
-        command.add_argument("--library", type=Path, required=True, help="the Lib directory of the pinned CPython")
+        command.add_argument("--library", dest="source", type=Path, required=True, help="the Lib directory of the pinned CPython")
         if name == "prepare":
             command.add_argument("--data", type=Path, required=True)
     command = commands.add_parser("train")
@@ -137,12 +137,12 @@ def main() -> None:
     if args.command == "train":
         train_pair(PAIRS[args.pair], args)
     elif args.command == "lock":
-        corpus.write_lock(corpus.read_files(args.library))
+        corpus.write_lock(corpus.read_files(args.source))
     elif args.command == "prepare":
-        data.prepare(corpus.load(args.library), args.data)
+        data.prepare(corpus.load(args.source), args.data)
     else:
         PROMPTS.parent.mkdir(parents=True, exist_ok=True)
-        PROMPTS.write_text(json.dumps(heldout.prompts(corpus.load(args.library)), indent=1) + "\n")
+        PROMPTS.write_text(json.dumps(heldout.prompts(corpus.load(args.source)), indent=1) + "\n")
 
 
 if __name__ == "__main__":
