@@ -114,7 +114,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("lock", "prepare", "prompts"):
         command = commands.add_parser(name)
-        command.add_argument("--library", dest="source", type=Path, required=True, help="the Lib directory of the pinned CPython")
+        command.add_argument(
+            "--library", dest="source", type=Path, required=True, help="the Lib directory of the pinned CPython"
+        )
         if name == "prepare":
             command.add_argument("--data", type=Path, required=True)
     command = commands.add_parser("train")

@@ -99,7 +99,7 @@ def log_facts(subject: Subject) -> list[Check]:
         checks.append(Check(id="log-line", passed=said, detail=detail, fix=fix))
     planned = subject.plan.expectations.max_num_seqs
     # vLLM 0.33 lowers the number of active sequences when seqs x (k + 1) passes the token budget.
-    if match := re.search(r"max_num_active_seqs\D+(\d+)", subject.log):
+    if match := re.search(r"max_num_active_seqs from \d+ to (\d+)", subject.log):
         active = int(match.group(1))
         if planned is not None and active < planned:
             checks.append(
