@@ -111,3 +111,23 @@ def test_the_sampled_walk_follows_its_distribution(torch, speculator):
         assert torch.equal(logits[1, step, candidates[0, step]], sampler.scores[0, step])
     assert logits[1].isfinite().sum(-1).tolist() == [top_k] * steps
     assert not logits[0].isfinite().any()
+
+
+def test_context_keys_take_their_own_layers_weight(torch, interpreting):
+    """Upstream takes the first layer's for all; where the first assertion fails, the patch has become unnecessary."""
+    from vllm import _custom_ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    torch.manual_seed(2)
+    layers, eps = 3, 1e-6
+    keys = torch.randn(layers, 5, 2, 64).to(torch.bfloat16)
+    weights = (1 + 0.5 * torch.randn(layers, 64)).to(torch.bfloat16)
+    unit = keys.float() * torch.rsqrt(keys.float().pow(2).mean(-1, keepdim=True) + eps)
+    reference = unit * weights[:, None, None].float()
+    upstream = torch.empty_like(keys)
+    _custom_ops.rms_norm(upstream, keys, weights, eps)
+    torch.testing.assert_close(upstream.float(), unit * weights[0].float(), atol=1e-2, rtol=2**-7)
+    assert (upstream.float() - reference).abs().max() > 0.5
+    model = type("Drafter", (), {"_k_norm_weights": weights, "_rms_norm_eps": eps})()
+    ours = DFlashQwen3Model._normalize_context_k(model, keys)
+    torch.testing.assert_close(ours.float(), reference, atol=1e-2, rtol=2**-7)

@@ -25,8 +25,9 @@ def apply() -> list[str]:
         from dflash2_patches.cpu import require_interpreter, v1_sampling
 
         parts = [v1_sampling, require_interpreter]
-    from dflash2_patches.cpu import no_compiler
+    from dflash2_patches.cpu import context_k_norm, no_compiler
 
+    parts.append(context_k_norm)
     if no_compiler.needed():
         parts.append(no_compiler)
     for part in parts:
