@@ -12,7 +12,7 @@ from dflash_serve.errors import UsageError
 from dflash_serve.findings import Finding, Severity
 from dflash_serve.recipe.command_lint import check_bench_spec, check_command, check_image, check_request_fields
 from dflash_serve.recipe.lint import SCHEMA_LINE, lint
-from dflash_serve.recipe.vllm_args import PINNED, check_argv, load_args
+from dflash_serve.recipe.vllm_args import LOCKS, PINNED, check_argv, load_args, pinned_versions, recorded_versions
 
 GOOD = f"""\
 {SCHEMA_LINE}
@@ -317,6 +317,33 @@ def test_the_recorded_arguments_are_of_the_pinned_version() -> None:
     assert {"fp8", "nvfp4", "bfloat16"} <= set(args.kv_cache_dtypes)
     assert all(len(digest) == 64 for digest in args.sources.values())
     assert "vllm/engine/arg_utils.py" in args.sources
+
+
+@pytest.mark.parametrize("variant", [*LOCKS, "auto"])
+def test_the_arguments_of_every_pinned_version_are_recorded(variant: str) -> None:
+    assert set(pinned_versions(variant)) <= set(recorded_versions())
+    assert len(pinned_versions(variant)) == (2 if variant == "auto" else 1)
+    assert PINNED in pinned_versions("cuda")
+
+
+@pytest.mark.parametrize(("variant", "refused_by"), [("cuda", []), ("cpu", ["0.32.0"]), ("auto", ["0.32.0"])])
+def test_words_are_judged_by_the_version_of_the_recipes_engine(
+    tmp_path: Path, variant: str, refused_by: list[str]
+) -> None:
+    # The parser `muse` came with 0.33.0; the CPU's lock pins 0.32.0.
+    text = GOOD.replace("reasoning_parser: qwen3", "reasoning_parser: muse") + f"engine: {{variant: {variant}}}\n"
+    found = findings(tmp_path, text)
+    assert [f.id for f in found] == ["unknown-choice"] * len(refused_by)
+    assert all(f"vLLM {version} " in f.what for f, version in zip(found, refused_by, strict=True))
+
+
+def test_a_run_is_judged_by_the_version_that_it_was_made_with(tmp_path: Path) -> None:
+    run = RUN.replace("COMMAND", "vllm serve m --monokernel")
+    assert findings(tmp_path, GOOD.replace("verified: null\n", run)) == []
+    older = run.replace("vllm: 0.33.0", "vllm: 0.32.0")
+    assert [f.id for f in findings(tmp_path, GOOD.replace("verified: null\n", older))] == ["unknown-flag"]
+    unrecorded = run.replace("vllm: 0.33.0", "vllm: 0.27.1")
+    assert findings(tmp_path, GOOD.replace("verified: null\n", unrecorded)) == []
 
 
 def test_a_version_that_nobody_recorded() -> None:

@@ -9,24 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from dflash_serve.findings import Finding, refuse, warn
-from dflash_serve.recipe.vllm_args import PINNED, check_argv
+from dflash_serve.recipe.vllm_args import PINNED, check_argv, recorded_versions
 from dflash_serve.recipe.yamlfile import read_yaml
 
 
-def check_command(command: str, *, drafting: bool) -> list[Finding]:
+def check_command(command: str, *, drafting: bool, version: str = PINNED) -> list[Finding]:
     """Findings about a shell command in a recipe: vLLM's flags, image tags, the prompts of a load run.
 
     Args:
         command: as a person would type it.
         drafting: whether the server that it talks to speculates.
+        version: vLLM's; flags of one whose arguments are not recorded are not judged.
     """
     try:
         words = shlex.split(command)
     except ValueError as exc:
         return [refuse("command-unreadable", f"the command cannot be split into words: {exc}")]
     out = [found for word in words if (found := check_image(word)) is not None]
-    if any(words[i : i + 2] == ["vllm", "serve"] for i in range(len(words))):
-        out += check_argv(words[words.index("serve") :])
+    if any(words[i : i + 2] == ["vllm", "serve"] for i in range(len(words))) and version in recorded_versions():
+        out += check_argv(words[words.index("serve") :], version)
     if "VLLM_USE_V2_MODEL_RUNNER=0" in words and drafting:
         out.append(
             refuse("v1-runner", f"vLLM {PINNED} drafts with DFlash2 only in its V2 runner", fix="drop the variable")

@@ -15,7 +15,7 @@ from dflash_serve.findings import Finding, note, refuse, warn
 from dflash_serve.recipe.command_lint import check_command
 from dflash_serve.recipe.loader import chain_of, load_recipe
 from dflash_serve.recipe.schema import Checkpoint, Drafter, Method, Recipe, Serve
-from dflash_serve.recipe.vllm_args import PINNED, VllmArgs, bad_choice, load_args
+from dflash_serve.recipe.vllm_args import PINNED, VllmArgs, bad_choice, load_args, pinned_versions
 from dflash_serve.recipe.yamlfile import Document, Key, read_yaml, where
 
 SCHEMA_LINE = "# yaml-language-server: $schema=schema.json"
@@ -85,8 +85,12 @@ def _invalid(exc: RecipeError) -> Finding:
 
 
 def check_choices(recipe: Recipe, _: Path) -> Found:
-    """Words that vLLM must know: cache dtypes, attention backends, parsers."""
-    args = load_args(PINNED)
+    """Words that every vLLM that may serve it must know: cache dtypes, attention backends, parsers."""
+    for version in pinned_versions(recipe.engine.variant):
+        yield from _choices(recipe, load_args(version))
+
+
+def _choices(recipe: Recipe, args: VllmArgs) -> Found:
     for key, serve in _serves(recipe):
         yield from _choice(serve.kv_cache_dtype, args.kv_cache_dtypes, (*key, "kv_cache_dtype"), args)
         yield from _choice(serve.attention_backend, args.attention_backends, (*key, "attention_backend"), args)
@@ -314,7 +318,7 @@ def check_verified(recipe: Recipe, _: Path) -> Found:
             yield refuse("verified-incomplete", f"a verified run without {' and '.join(missing)}"), (*key, "figures")
         if run.date > date.today() + timedelta(days=1):
             yield refuse("verified-future", f"a verified run of {run.date}"), (*key, "date")
-        for finding in check_command(run.command, drafting=recipe.drafter is not None):
+        for finding in check_command(run.command, drafting=recipe.drafter is not None, version=run.vllm):
             yield finding, (*key, "command")
 
 

