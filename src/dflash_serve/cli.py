@@ -138,6 +138,24 @@ def _make_plan(
     )
 
 
+def _plan_to_start(options: dict[str, Any]) -> Plan:
+    """A plan for a start on this machine.
+
+    Raises:
+        PreflightRefused: none can be made; its findings hold whatever else stands in the way.
+    """
+    try:
+        return _make_plan(**options)
+    except PreflightRefused as exc:
+        if options["gpu"] is not None:
+            raise
+        from dflash_serve.preflight.from_recipe import findings_without_plan
+
+        host, port, forced = options["host"], options["port"], options["forced"]
+        found = findings_without_plan(options["name"], exc.findings, host=host, port=port, forced=forced)
+        raise PreflightRefused(found) from None
+
+
 def _indices(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
@@ -187,8 +205,12 @@ def up(foreground: bool, start_timeout: int, keep_unverified: bool, as_json: boo
     from dflash_serve import lifecycle, progress, runs
 
     shown = progress.for_terminal()
-    with shown.step(f"planning {options['name']}"):
-        made = _make_plan(**options)
+    with shown.step(f"planning {options['name']}") as step:
+        try:
+            made = _plan_to_start(options)
+        except PreflightRefused as exc:
+            lifecycle.show(exc.findings, step)
+            raise
     if not lifecycle.weights_present(made):
         lifecycle.provide_weights(made, shown)
         made = _make_plan(**options)
@@ -236,7 +258,7 @@ def preflight(as_json: bool, **options: Any) -> None:
     from dflash_serve.preflight.runner import preflight as run_preflight
 
     try:
-        findings, locks = run_preflight(_make_plan(**options))
+        findings, locks = run_preflight(_plan_to_start(options))
         locks.close()
     except PreflightRefused as exc:
         findings = list(exc.findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,14 @@ from dflash_serve import environment, paths
 from dflash_serve.checkpoint.config_reader import read_target
 from dflash_serve.checkpoint.fetch import FetchOptions, fetch_recipe
 from dflash_serve.errors import PreflightRefused, StartFailed, UsageError
-from dflash_serve.findings import Severity
+from dflash_serve.findings import Finding, Severity
 from dflash_serve.fsio import locked
 from dflash_serve.hardware.lock import GpuLocks
 from dflash_serve.overlay.build import build
 from dflash_serve.overlay.spec import OverlaySpec
 from dflash_serve.plan.model import Plan
 from dflash_serve.preflight.runner import preflight
-from dflash_serve.progress import Progress
+from dflash_serve.progress import Progress, Step
 from dflash_serve.recipe import catalogue
 from dflash_serve.runs import LIVE, interruptible
 from dflash_serve.runtime import native, state
@@ -89,14 +90,19 @@ def check_machine(plan: Plan, progress: Progress) -> GpuLocks:
     """
     with progress.step("preflight") as step:
         findings, locks = preflight(plan)
-        for finding in findings:
-            if finding.severity is not Severity.NOTE:
-                for line in finding.lines():
-                    step.line(line)
+        show(findings, step)
         if any(finding.severity is Severity.REFUSE for finding in findings):
             locks.close()
             raise PreflightRefused(findings)
     return locks
+
+
+def show(findings: Iterable[Finding], step: Step) -> None:
+    """Print what refuses and what warns."""
+    for finding in findings:
+        if finding.severity is not Severity.NOTE:
+            for line in finding.lines():
+                step.line(line)
 
 
 def weights_present(plan: Plan) -> bool:

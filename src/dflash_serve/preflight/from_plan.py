@@ -6,18 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dflash_serve import paths
 from dflash_serve.checkpoint.config_reader import read_target
 from dflash_serve.checkpoint.hub_cache import hub_cache
-from dflash_serve.checkpoint.pins import load_pins
-from dflash_serve.checkpoint.safetensors_header import weight_files
 from dflash_serve.errors import DFlashError
 from dflash_serve.hardware.inventory import read
 from dflash_serve.plan.model import ModelRef, Plan
-from dflash_serve.preflight.context import Context, Probes, Weights
+from dflash_serve.preflight.context import Context, Probes
 from dflash_serve.preflight.parsers import Version, connector_name, locked_cuda
+from dflash_serve.preflight.weights import Role, Side, fetch_bytes, load_bytes, weights_of
 from dflash_serve.recipe import catalogue
 from dflash_serve.recipe.schema import Checkpoint, Recipe
 
@@ -34,7 +33,7 @@ def context_of(plan: Plan, **changes: Any) -> Context:
             `runtime="container", will_fetch=False`.
     """
     recipe = _recipe(plan)
-    weights = tuple(_weights(plan, recipe))
+    weights = weights_of(plan.recipe, _sides(plan, recipe))
     cuda = engine_cuda() if plan.engine.variant == "cuda" else None
     context = Context(
         recipe=plan.recipe,
@@ -60,16 +59,25 @@ def context_of(plan: Plan, **changes: Any) -> Context:
         will_fetch=True,
         hub_token=hub_token(os.environ),
         cache_directory=hub_cache(),
-        fetch_bytes=_fetch_bytes(weights, recipe),
-        load_bytes=_load_bytes(weights, plan.engine.variant),
+        fetch_bytes=fetch_bytes(weights, recipe),
+        load_bytes=load_bytes(weights, plan.engine.variant),
         engine_cuda=cuda,
         torch_cuda=cuda,
         engine_environment=plan.environment,
         user_environment=dict(os.environ),
+        image=_image(plan),
+        restart_policy=plan.container.restart if plan.container else None,
         forced=frozenset(plan.forced),
         probes=Probes(inventory=read),
     )
     return replace(context, **changes)
+
+
+def _image(plan: Plan) -> Image:
+    """The container's image and user; nothing for the native runtime."""
+    if plan.container is None:
+        return Image()
+    return Image(reference=plan.container.image, uid=int(plan.container.user.partition(":")[0]))
 
 
 def engine_cuda() -> Version | None:
@@ -96,58 +104,17 @@ def _recipe(plan: Plan) -> Recipe | None:
         return None
 
 
-def _weights(plan: Plan, recipe: Recipe | None) -> list[Weights]:
-    try:
-        pins = load_pins(plan.recipe)
-    except DFlashError:
-        pins = None
-    out: list[Weights] = []
-    sides: list[tuple[Literal["target", "drafter"], ModelRef | None, Checkpoint | None]] = [
+def _sides(plan: Plan, recipe: Recipe | None) -> list[Side]:
+    out: list[Side] = []
+    refs: list[tuple[Role, ModelRef | None, Checkpoint | None]] = [
         ("target", plan.target, recipe.target if recipe else None),
         ("drafter", plan.drafter, recipe.drafter.checkpoint if recipe and recipe.drafter else None),
     ]
-    for role, ref, checkpoint in sides:
-        if ref is None or ref.snapshot is None:
-            continue
-        manifest = pins.of(role) if pins else None
-        fits = manifest is not None and ref.revision in {None, manifest.revision}
-        out.append(
-            Weights(
-                role=role,
-                directory=Path(ref.snapshot) if ref.present or ref.repo is None else None,
-                sizes={file.path: file.size for file in manifest.files} if manifest and fits else {},
-                repo=ref.repo,
-                revision=ref.revision,
-                gated=bool(checkpoint and checkpoint.gated),
-                tokenizer=role == "target",
-            )
-        )
+    for role, ref, checkpoint in refs:
+        if ref is not None and ref.snapshot is not None:
+            here = ref.present or ref.repo is None
+            out.append(Side(role, ref.repo, ref.revision, Path(ref.snapshot) if here else None, checkpoint))
     return out
-
-
-def _fetch_bytes(weights: tuple[Weights, ...], recipe: Recipe | None) -> int:
-    """Bytes of the checkpoints that aren't here, by the pins or as published; unknown sizes count nothing."""
-    total = 0
-    for entry in weights:
-        if entry.directory is not None or recipe is None:
-            continue
-        drafter = recipe.drafter.checkpoint if recipe.drafter else None
-        checkpoint = recipe.target if entry.role == "target" else drafter
-        total += sum(entry.sizes.values()) or (checkpoint.size_bytes or 0 if checkpoint else 0)
-    return total
-
-
-def _load_bytes(weights: tuple[Weights, ...], variant: str) -> int:
-    """Host memory for the weights: all of them on the CPU, the largest file where a GPU takes them one by one."""
-    sizes: list[int] = []
-    for entry in weights:
-        if entry.directory is None:
-            continue
-        try:
-            sizes += [(entry.directory / name).stat().st_size for name in weight_files(entry.directory)]
-        except (DFlashError, OSError):
-            continue  # the check of the files says what is wrong
-    return sum(sizes) if variant == "cpu" else max(sizes, default=0)
 
 
 def _hybrid(target: ModelRef) -> bool:

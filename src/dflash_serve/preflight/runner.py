@@ -15,8 +15,13 @@ from dflash_serve.preflight.from_plan import context_of
 from dflash_serve.preflight.registry import Check, all_checks, known_ids
 
 ORDER = {Severity.REFUSE: 0, Severity.WARN: 1, Severity.NOTE: 2}
-# What cannot be overruled: two servers on one GPU, and a typo in the overruling itself.
-FIRM = frozenset({"gpu-lock", "unknown-check", "plan-hypothetical"})
+# What cannot be overruled, and what to do instead.
+FIRM = {
+    "gpu-lock": "stop the other server, or choose other GPUs",
+    "no-gpu": "nothing can be planned without a GPU; plan for another machine: dflash-serve plan NAME --gpu 2x5090",
+    "plan-hypothetical": "leave --gpu out to serve on this machine",
+    "unknown-check": "the ids stand in brackets behind each finding",
+}
 
 
 def preflight(plan: Plan) -> tuple[list[Finding], GpuLocks]:
@@ -64,10 +69,7 @@ def _misspelled(forced: frozenset[str]) -> list[Finding]:
         near = difflib.get_close_matches(id, known, n=3, cutoff=0.4)
         fix = f"did you mean {' or '.join(near)}?" if near else "the ids stand in brackets behind each finding"
         out.append(refuse("unknown-check", f"--force {id[:60]}: there is no such check", fix=fix))
-    out += [
-        refuse("unknown-check", f"{id} cannot be forced", fix="stop the other server, or choose other GPUs")
-        for id in sorted(forced & FIRM)
-    ]
+    out += [refuse("unknown-check", f"{id} cannot be forced", fix=FIRM[id]) for id in sorted(forced & FIRM.keys())]
     return out
 
 

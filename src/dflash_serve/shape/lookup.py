@@ -10,10 +10,12 @@ from typing import TypeVar
 from dflash_serve import paths
 from dflash_serve.checkpoint.config_reader import read_drafter, read_target
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
-from dflash_serve.checkpoint.hub_cache import main_revision, snapshot_dir
+from dflash_serve.checkpoint.places import directory_of, expected_directory
 from dflash_serve.errors import CheckpointError
 from dflash_serve.recipe.schema import Checkpoint, Recipe
 from dflash_serve.shape.known import known_drafter, known_target
+
+__all__ = ["Pair", "directory_of", "expected_directory", "pair_of"]
 
 FactsT = TypeVar("FactsT")
 
@@ -39,23 +41,6 @@ def pair_of(recipe: Recipe) -> Pair:
     if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
         drafter, drafter_dir = _side(recipe.drafter.checkpoint, read_drafter, known_drafter)
     return Pair(target, drafter, target_dir, drafter_dir)
-
-
-def directory_of(checkpoint: Checkpoint) -> Path | None:
-    """The directory with the checkpoint's config.json on this machine, or None."""
-    place = expected_directory(checkpoint)
-    return place if (place / "config.json").is_file() else None
-
-
-def expected_directory(checkpoint: Checkpoint) -> Path:
-    """Where the checkpoint lies, or will lie once it is fetched (below `main` when no revision is known yet)."""
-    if checkpoint.path is not None:
-        place = paths.recipes_dir() / checkpoint.path
-    else:
-        assert checkpoint.repo is not None
-        revision = checkpoint.revision or main_revision(checkpoint.repo) or "main"
-        place = snapshot_dir(checkpoint.repo, revision)
-    return place / checkpoint.subdirectory if checkpoint.subdirectory else place
 
 
 def _side(

@@ -1,0 +1,71 @@
+"""The checks where no plan can be made: what a recipe alone says of a start on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from dflash_serve.checkpoint.hub_cache import hub_cache
+from dflash_serve.checkpoint.places import directory_of
+from dflash_serve.findings import Finding
+from dflash_serve.hardware.inventory import read
+from dflash_serve.preflight.context import Context, Probes
+from dflash_serve.preflight.from_plan import engine_cuda, hub_token
+from dflash_serve.preflight.registry import all_checks
+from dflash_serve.preflight.runner import ORDER, run
+from dflash_serve.preflight.weights import Side, fetch_bytes, load_bytes, weights_of
+from dflash_serve.recipe import catalogue
+from dflash_serve.recipe.schema import Recipe
+
+# Checks of what only a planner decides.
+PLANNED = frozenset({"draft_tokens"})
+
+
+def findings_without_plan(
+    name: str, why: Sequence[Finding], *, host: str, port: int, forced: Iterable[str] = ()
+) -> list[Finding]:
+    """Why nothing can be planned, and everything else that stands in the way, refusals first.
+
+    Checks of the chosen GPUs have nothing to look at: no GPU was chosen.
+
+    Args:
+        why: the findings that kept the planner from a plan.
+    """
+    context = context_of_recipe(catalogue.find(name), host=host, port=port, forced=forced)
+    seen = {finding.id for finding in why}
+    checks = [check for check in all_checks() if check.name not in PLANNED]
+    more = [finding for finding in run(context, checks) if finding.id not in seen]
+    return sorted([*why, *more], key=lambda finding: ORDER[finding.severity])
+
+
+def context_of_recipe(recipe: Recipe, *, host: str, port: int, forced: Iterable[str] = ()) -> Context:
+    """What a start of the recipe needs of this machine, as far as that doesn't depend on its GPUs."""
+    variant: Literal["cuda", "cpu"] = "cpu" if recipe.engine.variant == "cpu" else "cuda"
+    sides = [Side("target", recipe.target.repo, recipe.target.revision, directory_of(recipe.target), recipe.target)]
+    drafter = recipe.drafter
+    if drafter is not None and (checkpoint := drafter.checkpoint) is not None:
+        sides.append(Side("drafter", checkpoint.repo, checkpoint.revision, directory_of(checkpoint), checkpoint))
+    weights = weights_of(recipe.name, sides)
+    cuda = engine_cuda() if variant == "cuda" else None
+    return Context(
+        recipe=recipe.name,
+        inventory=read(),
+        variant=variant,
+        host=host,
+        port=port,
+        requires_capability=recipe.requires.compute_capability if recipe.requires else None,
+        requires_memory_gib=recipe.requires.gpu_memory_gib if recipe.requires else None,
+        method=drafter.method.value if drafter else None,
+        weights=weights,
+        will_fetch=True,
+        hub_token=hub_token(os.environ),
+        cache_directory=hub_cache(),
+        fetch_bytes=fetch_bytes(weights, recipe),
+        load_bytes=load_bytes(weights, variant),
+        engine_cuda=cuda,
+        torch_cuda=cuda,
+        user_environment=dict(os.environ),
+        forced=frozenset(forced),
+        probes=Probes(inventory=read),
+    )
