@@ -37,6 +37,8 @@ LAZY = {
     "render": ("dflash_serve.image.commands", "render"),
     "image": ("dflash_serve.image.commands", "image"),
     "serve": ("dflash_serve.serve_command", "serve"),
+    "verify": ("dflash_serve.verify.commands", "verify"),
+    "metrics": ("dflash_serve.observe_commands", "metrics"),
 }
 
 
@@ -90,11 +92,24 @@ def _plan_options(command: Any) -> Any:
     options = [
         click.argument("name"),
         click.option("--gpu", metavar="NxNAME", help="Plan for these GPUs instead of this machine's, e.g. 2x5090."),
-        click.option("--gpus", "indices", metavar="0,1", help="Serve on these GPUs of this machine only."),
+        click.option(
+            "--gpus", "devices", metavar="0,1", help="Serve on these GPUs, or on this MIG slice: index or UUID."
+        ),
         click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override one value of the shape."),
         click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
         click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True),
         click.option("--no-drafter", is_flag=True, help="Serve the target alone."),
+        click.option(
+            "--runtime", type=click.Choice(["native", "docker"]), help="Instead of what this machine suggests."
+        ),
+        click.option(
+            "--restarts",
+            type=click.IntRange(0, 9),
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Start a container that failed again, N times at most.",
+        ),
         click.option("--force", "forced", multiple=True, metavar="CHECK", help="Overrule one named preflight check."),
     ]
     for option in reversed(options):
@@ -109,12 +124,14 @@ def _json_option(command: Any) -> Any:
 def _make_plan(
     name: str,
     gpu: str | None,
-    indices: str | None,
+    devices: str | None,
     settings: tuple[str, ...],
     host: str,
     port: int,
     no_drafter: bool,
     forced: tuple[str, ...],
+    runtime: Any,
+    restarts: int,
 ) -> Plan:
     from dflash_serve.plan.planner import Request, make_plan
 
@@ -128,12 +145,14 @@ def _make_plan(
         Request(
             name=name,
             gpu=gpu,
-            gpus=_indices(indices),
+            gpus=_devices(devices),
             overrides=overrides,
             host=host,
             port=port,
             no_drafter=no_drafter,
             forced=forced,
+            runtime=runtime,
+            restarts=restarts,
         )
     )
 
@@ -156,13 +175,13 @@ def _plan_to_start(options: dict[str, Any]) -> Plan:
         raise PreflightRefused(found) from None
 
 
-def _indices(text: str | None) -> tuple[int, ...] | None:
+def _devices(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) <= 4 for part in parts):
-        raise UsageError(f"--gpus takes indices such as 0,1, not {text!r}")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+    if not all(part.isprintable() and 0 < len(part) <= 80 for part in parts):
+        raise UsageError(f"--gpus takes indices or UUIDs such as 0,1, not {text[:80]!r}")
+    return tuple(dict.fromkeys(parts))
 
 
 @cli.command()
@@ -231,7 +250,7 @@ def _print_served(served: Served) -> None:
     run, figures = served.run, served.report.figures
     name, key = run.served_model_name, run.key_file
     click.echo(
-        f"\n{run.recipe} is serving: {len(served.report.checks)} checks passed, ready in {served.ready_seconds:.0f} s"
+        f"\n{run.recipe} is serving: {len(served.report.asked)} checks passed, ready in {served.ready_seconds:.0f} s"
     )
     click.echo(f"  url          {run.url}/v1")
     click.echo(f"  metrics      {run.metrics_url}")
@@ -307,19 +326,24 @@ def logs(name: str | None, follow: bool, lines: int, previous: bool) -> None:
     """Print the server's log."""
     import time
 
-    from dflash_serve.runtime.wait import LogTail
+    from dflash_serve.runtime.backend import of
+    from dflash_serve.runtime.log import LogTail
 
     run = _run(name)
     path = run.log_file if not previous else run.directory / "server.previous.log"
+    backend = of(run)
+    if follow and not previous:
+        with backend.tail(run, lines=lines) as tail:
+            while backend.alive(run):
+                click.echo(tail.read(), nl=False)
+                time.sleep(0.5)
+            click.echo(tail.read(), nl=False)
+        return
+    if not previous:
+        backend.sync_log(run)
     if not path.is_file():
         raise UsageError(f"there is no such log of {run.recipe}", where=str(path))
-    tail = LogTail(path)
-    click.echo("\n".join(tail.read().splitlines()[-lines:]))
-    while follow:
-        time.sleep(0.5)
-        click.echo(tail.read(), nl=False)
-        if run.process() is None:
-            return
+    click.echo(LogTail(path, lines=lines).read().rstrip("\n"))
 
 
 @cli.command()
@@ -346,27 +370,6 @@ def down(name: str | None, grace: float, as_json: bool) -> None:
         click.echo(f"{one['recipe']} is stopped{forced}")
     if not stopped:
         click.echo("nothing is served here")
-
-
-@cli.command()
-@click.argument("name", required=False)
-@_json_option
-def verify(name: str | None, as_json: bool) -> None:
-    """Run the checks of `up` again on a running server; exit 7 when one fails."""
-    from dflash_serve import progress, runs
-    from dflash_serve.verify.report import verify as run_checks
-
-    run, made = runs.planned_run(_run(name).recipe)
-    with progress.for_terminal().step("verifying") as step:
-        report = run_checks(run, made, step)
-    if as_json:
-        click.echo(report.model_dump_json(indent=2))
-    else:
-        for check in report.checks:
-            click.echo(f"{'✓' if check.passed else '✗'} {check.id}: {check.detail}")
-            if check.fix and not check.passed:
-                click.echo(f"  fix: {check.fix}")
-    sys.exit(ExitCode.DONE if report.passed else ExitCode.VERIFY_FAILED)
 
 
 @cli.command()
