@@ -98,6 +98,13 @@ TABLE = [
     Seen("gpu-missing", R, lambda: context(gpus=(0, 5)), lambda: context(gpus=(0, 1)), "GPU 5"),
     Seen("gpu-dead", R, lambda: context("dead-gpu"), lambda: context("dead-gpu", gpus=(0,))),
     Seen("gpu-mig", R, lambda: context("h200-mig"), lambda: context("h200-mig", gpu_uuids=("MIG-0-1",))),
+    Seen(
+        "gpu-mig-index",
+        R,
+        lambda: context("h200-mig", gpu_uuids=("MIG-0-1",)),
+        lambda: context("h200-mig", gpu_uuids=("MIG-0-1",), runtime="docker"),
+        "GPU 1 of 1",
+    ),
     Seen("gpu-count", R, lambda: context(gpus=(0,), tensor_parallel_size=2), lambda: context(tensor_parallel_size=2)),
     Seen(
         "gpu-capability",

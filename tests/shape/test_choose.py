@@ -6,7 +6,7 @@ import pytest
 
 from dflash_serve.errors import UsageError
 from dflash_serve.hardware.hypothetical import hypothetical
-from dflash_serve.hardware.model import Gpu, Inventory
+from dflash_serve.hardware.model import Gpu, GpuProcess, Inventory
 from dflash_serve.recipe.catalogue import find
 from dflash_serve.shape.choose import choose
 from dflash_serve.shape.known import known_drafter, known_target
@@ -193,23 +193,44 @@ def test_setting_auto_gives_the_choice_back() -> None:
     assert shape.values["window"].source == "auto"
 
 
-def test_a_busy_gpu_bounds_the_utilization() -> None:
+def h100s(*processes: GpuProcess, display: bool = False) -> Inventory:
+    """Two H100 with 19 GiB in use on each."""
     gib = 2**30
-    gpus = tuple(
-        Gpu(
-            index=i, name="NVIDIA H100 80GB HBM3", compute_capability="9.0", memory_total=79 * gib,
-            memory_used=19 * gib, memory_free=60 * gib,
+    return Inventory(
+        gpus=tuple(
+            Gpu(
+                index=i, name="NVIDIA H100 80GB HBM3", compute_capability="9.0", memory_total=79 * gib,
+                memory_used=19 * gib, memory_free=60 * gib, processes=processes, display_active=display,
+            )
+            for i in range(2)
         )
-        for i in range(2)
     )  # fmt: skip
+
+
+def test_a_desktop_bounds_the_utilization() -> None:
+    gib = 2**30
     recipe = find(FP8)
     pair = pair_of(recipe)
-    shape = choose(recipe, pair.target, pair.drafter, Inventory(gpus=gpus))
-    assert shape["gpu_memory_utilization"] == 0.74
-    assert "19.0 are in use already" in shape.values["gpu_memory_utilization"].reason
-    assert shape.budget is not None
-    assert shape.budget.part("display and other processes") == 19 * gib
-    assert sum(part.bytes for part in shape.budget.parts) == 79 * gib
+    desktop = GpuProcess(pid=1, name="Xorg", memory=19 * gib, kind="graphics")
+    for inventory in (h100s(desktop), h100s(display=True)):
+        shape = choose(recipe, pair.target, pair.drafter, inventory)
+        assert shape["gpu_memory_utilization"] == 0.74
+        assert "19.0 are in use already" in shape.values["gpu_memory_utilization"].reason
+        assert shape.budget is not None
+        assert shape.budget.part("display and other processes") == 19 * gib
+        assert sum(part.bytes for part in shape.budget.parts) == 79 * gib
+
+
+def test_a_server_that_is_stopping_costs_the_next_one_nothing() -> None:
+    """Its memory drains: preflight waits for that, and refuses where it does not."""
+    recipe = find(FP8)
+    pair = pair_of(recipe)
+    leaving = GpuProcess(pid=1, name=None, memory=19 * 2**30, kind="compute")
+    for inventory in (h100s(leaving), h100s()):
+        shape = choose(recipe, pair.target, pair.drafter, inventory)
+        assert shape["gpu_memory_utilization"] == 0.92
+        assert shape.budget is not None
+        assert shape.budget.part("display and other processes") == 0
 
 
 def test_unlike_gpus_are_planned_as_the_smallest() -> None:

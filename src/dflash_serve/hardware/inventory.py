@@ -58,7 +58,7 @@ def _read(host: Host, root: Path, names: ContainerNames) -> Inventory:
             findings = nvml.findings
     except NvmlUnavailable as exc:
         return Inventory(host=host, nvml_error=str(exc), nvml_fix=exc.fix)
-    everyone = [process for gpu in gpus for process in gpu.processes]
+    everyone = [p for gpu in gpus for p in (*gpu.processes, *(q for part in gpu.mig for q in part.processes))]
     known = {process.pid: process for process in identify(everyone, root=root, names=names)}
     xids = read_xids(root)
     gpus = [_with_xids(_named(gpu, known), xids) for gpu in gpus]
@@ -74,11 +74,14 @@ def _read(host: Host, root: Path, names: ContainerNames) -> Inventory:
 
 
 def _named(gpu: Gpu, known: dict[int, GpuProcess]) -> Gpu:
-    processes = tuple(
-        process.model_copy(update={key: getattr(known[process.pid], key) for key in ("name", "user", "container")})
-        for process in gpu.processes
-    )
-    return gpu.model_copy(update={"processes": processes})
+    def named(processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
+        return tuple(
+            process.model_copy(update={key: getattr(known[process.pid], key) for key in ("name", "user", "container")})
+            for process in processes
+        )
+
+    mig = tuple(part.model_copy(update={"processes": named(part.processes)}) for part in gpu.mig)
+    return gpu.model_copy(update={"processes": named(gpu.processes), "mig": mig})
 
 
 def _with_xids(gpu: Gpu, xids: dict[str, tuple[int, ...]] | None) -> Gpu:

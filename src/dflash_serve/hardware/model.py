@@ -39,7 +39,7 @@ class GpuProcess(Fact):
 
 
 class MigSlice(Fact):
-    """A MIG instance: a GPU of its own to CUDA."""
+    """A MIG instance: a GPU of its own to CUDA. `index` is its number on its GPU."""
 
     index: int
     uuid: str
@@ -47,6 +47,7 @@ class MigSlice(Fact):
     memory_total: int | None = None
     memory_used: int | None = None
     memory_free: int | None = None
+    processes: tuple[GpuProcess, ...] = ()
 
 
 class Gpu(Fact):
@@ -58,6 +59,7 @@ class Gpu(Fact):
         memory_reserved: bytes that the driver keeps; CUDA's total is `memory_total - memory_reserved`.
         memory_used: bytes in use by anybody, without the reserved part.
         mig_enabled: True when only its slices can be used.
+        slice: number of the MIG slice that this is, on the GPU of that index; None for a whole GPU.
         xids: driver errors in the kernel's log since boot; None where this user may not read it.
         display_active: a screen is attached and driven; None where the driver doesn't tell.
         healthy: False for a GPU that fell off the bus; everything else about it may be None.
@@ -76,6 +78,7 @@ class Gpu(Fact):
     display_active: bool | None = None
     mig_enabled: bool = False
     mig: tuple[MigSlice, ...] = ()
+    slice: int | None = None
     processes: tuple[GpuProcess, ...] = ()
     virtual: bool = False
     persistence: bool | None = None
@@ -91,7 +94,9 @@ class Gpu(Fact):
 
     @property
     def label(self) -> str:
-        """`GPU 0 (NVIDIA GeForce RTX 5090)`."""
+        """`GPU 0 (NVIDIA GeForce RTX 5090)`, `GPU 0 slice 1 (NVIDIA H200 MIG 3g.71gb)`."""
+        if self.slice is not None:
+            return f"GPU {self.index} slice {self.slice} ({self.name})"
         return f"GPU {self.index} ({self.name})"
 
     @property
@@ -213,6 +218,32 @@ class Inventory(Fact):
     def gpu(self, index: int) -> Gpu | None:
         """The GPU of that index."""
         return next((gpu for gpu in self.gpus if gpu.index == index), None)
+
+    def slices(self) -> tuple[Gpu, ...]:
+        """Every MIG slice of a healthy GPU, as a GPU with its own UUID, memory and processes."""
+        return tuple(_slice(gpu, part) for gpu in self.gpus if gpu.healthy for part in gpu.mig)
+
+    def device(self, index: int, uuid: str | None = None) -> Gpu | None:
+        """The slice of that UUID where it is one's, else the GPU of that index."""
+        return next((part for part in self.slices() if part.uuid == uuid), None) or self.gpu(index)
+
+
+def _slice(gpu: Gpu, part: MigSlice) -> Gpu:
+    return gpu.model_copy(
+        update={
+            "name": part.name or f"{gpu.name} MIG",
+            "uuid": part.uuid,
+            "slice": part.index,
+            "memory_total": part.memory_total,
+            "memory_reserved": 0,
+            "memory_used": part.memory_used,
+            "memory_free": part.memory_free,
+            "display_active": False,
+            "mig_enabled": False,
+            "mig": (),
+            "processes": part.processes,
+        }
+    )
 
 
 def parse_capability(text: str) -> tuple[int, int]:

@@ -239,7 +239,8 @@ class Nvml:
             memory, _ = self._memory(index, part, f"MIG {number}")
             memory.pop("memory_reserved", None)
             name = _clean(self._ask(index, "MIG name", self.api.nvmlDeviceGetName, part))
-            out.append(MigSlice(index=number, uuid=uuid, name=name, **memory))
+            processes = tuple(self._processes(index, part))
+            out.append(MigSlice(index=number, uuid=uuid, name=name, processes=processes, **memory))
         return out
 
     def _processes(self, index: int, handle: Any) -> list[GpuProcess]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from dflash_serve import environment, paths
 from dflash_serve.checkpoint.facts import DrafterFacts
+from dflash_serve.checkpoint.places import expected_directory
 from dflash_serve.errors import PreflightRefused
 from dflash_serve.findings import Finding, Severity, refuse
+from dflash_serve.hardware.devices import choose_devices
 from dflash_serve.hardware.hypothetical import hypothetical
 from dflash_serve.hardware.inventory import read as read_inventory
 from dflash_serve.hardware.model import Inventory
@@ -27,7 +29,7 @@ from dflash_serve.shape.arguments import environment as shape_environment
 from dflash_serve.shape.choose import choose
 from dflash_serve.shape.cpu import choose_cpu
 from dflash_serve.shape.kv_groups import Grouping
-from dflash_serve.shape.lookup import Pair, expected_directory, pair_of
+from dflash_serve.shape.lookup import Pair, pair_of
 from dflash_serve.shape.model import ServingShape
 from dflash_serve.version import __version__
 
@@ -46,13 +48,13 @@ class Request:
 
     Attributes:
         gpu: `2x5090` to plan for GPUs that aren't here; None for this machine.
-        gpus: indices of this machine's GPUs to serve on; None for all.
+        gpus: GPUs of this machine to serve on, or one MIG slice, as `choose_devices` takes them; None for all.
         overrides: `--set` values.
     """
 
     name: str
     gpu: str | None = None
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 8000
@@ -72,11 +74,12 @@ def make_plan(request: Request) -> model.Plan:
         recipe = recipe.model_copy(update={"drafter": None, "expect": None})
     inventory = hypothetical(request.gpu) if request.gpu else read_inventory()
     variant = _variant(recipe, inventory)
+    inventory, indices, said = choose_devices(inventory, request.gpus)
     spec = environment.spec_for(variant)
     pair = pair_of(recipe)
     patches = patch_decisions(spec.vllm_version)
-    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request, _grouping(patches))
-    findings = list(shape.findings)
+    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request.overrides, indices, _grouping(patches))
+    findings = [*said, *shape.findings]
     overlays = _overlays(recipe, pair, shape, spec.vllm_version)
     findings += _pair_findings(pair, shape, overlays, spec.vllm_version)
     findings += [finding for overlay in overlays for finding in overlay.findings]
@@ -146,7 +149,8 @@ def no_gpu(recipe: Recipe, inventory: Inventory) -> Finding:
         "no-gpu",
         f"{recipe.name} needs NVIDIA GPUs{memory}{capability}, and this machine has none that can be used",
         where=inventory.nvml_error or "",
-        fix="serve what runs here: ./start.sh tiny; or see the plan for other GPUs: "
+        fix=(f"{inventory.nvml_fix}; or " if inventory.nvml_fix else "")
+        + "serve what runs here: ./start.sh tiny; or see the plan for other GPUs: "
         f"dflash-serve plan {recipe.name} --gpu 2x5090",
     )
 
@@ -165,22 +169,23 @@ def _shape(
     inventory: Inventory,
     variant: str,
     vllm_version: str,
-    request: Request,
+    overrides: Mapping[str, str],
+    indices: tuple[int, ...] | None,
     grouping: Grouping,
 ) -> ServingShape:
     if variant == "cpu":
         ram = inventory.host.memory_limit or inventory.host.ram_total or 0
         return choose_cpu(
-            recipe, pair.target, pair.drafter, ram_bytes=ram, vllm_version=vllm_version, overrides=request.overrides
+            recipe, pair.target, pair.drafter, ram_bytes=ram, vllm_version=vllm_version, overrides=overrides
         )
     return choose(
         recipe,
         pair.target,
         pair.drafter,
         inventory,
-        gpus=request.gpus,
+        gpus=indices,
         vllm_version=vllm_version,
-        overrides=request.overrides,
+        overrides=overrides,
         target_dir=pair.target_dir,
         drafter_dir=pair.drafter_dir,
         grouping=grouping,

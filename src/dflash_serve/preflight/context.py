@@ -138,15 +138,16 @@ class Context:
 
     @property
     def chosen(self) -> tuple[Gpu, ...]:
-        """The GPUs to serve on, as the inventory has them; one that isn't there is left out."""
-        found = (self.inventory.gpu(index) for index in self.gpus)
+        """The GPUs or the MIG slice to serve on, as the inventory has them; one that isn't there is left out."""
+        found = (self.device(self.inventory, position) for position in range(len(self.gpus)))
         return tuple(gpu for gpu in found if gpu is not None)
+
+    def device(self, inventory: Inventory, position: int) -> Gpu | None:
+        """The GPU or slice at a position of `gpus`, in that inventory."""
+        uuid = self.gpu_uuids[position] if position < len(self.gpu_uuids) else None
+        return inventory.device(self.gpus[position], uuid)
 
     @property
     def uses_gpus(self) -> bool:
         """Whether the engine is a CUDA build."""
         return self.variant == "cuda"
-
-    def whole(self, gpu: Gpu) -> bool:
-        """Whether the whole GPU is wanted, and not one of its MIG slices."""
-        return not any(part.uuid in self.gpu_uuids for part in gpu.mig)

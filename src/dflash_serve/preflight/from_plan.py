@@ -14,7 +14,7 @@ from dflash_serve.checkpoint.hub_cache import hub_cache
 from dflash_serve.errors import DFlashError
 from dflash_serve.hardware.inventory import read
 from dflash_serve.plan.model import ModelRef, Plan
-from dflash_serve.preflight.context import Context, Probes
+from dflash_serve.preflight.context import Context, Image, Probes
 from dflash_serve.preflight.parsers import Version, connector_name, locked_cuda
 from dflash_serve.preflight.weights import Role, Side, fetch_bytes, load_bytes, weights_of
 from dflash_serve.recipe import catalogue

@@ -10,12 +10,10 @@ from typing import TypeVar
 from dflash_serve import paths
 from dflash_serve.checkpoint.config_reader import read_drafter, read_target
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
-from dflash_serve.checkpoint.places import directory_of, expected_directory
+from dflash_serve.checkpoint.places import directory_of
 from dflash_serve.errors import CheckpointError
 from dflash_serve.recipe.schema import Checkpoint, Recipe
 from dflash_serve.shape.known import known_drafter, known_target
-
-__all__ = ["Pair", "directory_of", "expected_directory", "pair_of"]
 
 FactsT = TypeVar("FactsT")
 

@@ -19,7 +19,7 @@ class Machine:
 
     Attributes:
         gpu_bytes: total as CUDA reports it.
-        free_bytes: what a start can count on now; None where nobody knows.
+        free_bytes: what a start can count on, once servers that are stopping have gone; None where nobody knows.
         notes: what was odd (unlike GPUs).
     """
 
@@ -58,7 +58,7 @@ def machine(inventory: Inventory, gpus: tuple[int, ...] | None = None) -> Machin
         raise UsageError("no GPU to plan for", fix="name one that isn't here: --gpu 2x5090")
     sizes = [_known(gpu, inventory.usable_bytes(gpu), "memory") for gpu in chosen]
     capabilities = [_known(gpu, gpu.capability, "compute capability") for gpu in chosen]
-    free = [inventory.free_bytes(gpu) for gpu in chosen]
+    free = [inventory.plannable_bytes(gpu) for gpu in chosen]
     oldest = min(capabilities)
     notes = []
     if len({gpu.name for gpu in chosen}) > 1:

@@ -18,17 +18,15 @@ UNSEEN = 256 * 2**20
 def check(context: Context) -> list[Finding]:
     if not context.uses_gpus:
         return []
-    healthy = [gpu for gpu in context.chosen if gpu.healthy]
-    gpus = [gpu for gpu in healthy if context.whole(gpu)]
-    out = [finding for gpu in healthy if not context.whole(gpu) for finding in _slices(context, gpu)]
-    out += [finding for gpu in gpus if _working(gpu) for finding in _processes(gpu)]
+    gpus = [gpu for gpu in context.chosen if gpu.healthy]
+    out = [finding for gpu in gpus if _working(gpu) for finding in _processes(gpu)]
     waiting = [gpu for gpu in gpus if not _working(gpu) and _unsettled(context, context.inventory, gpu)]
     if not waiting:
         return out
-    inventory, seconds = settled(context, [gpu.index for gpu in waiting])
+    inventory, seconds = settled(context, waiting)
     for before in waiting:
-        gpu = inventory.gpu(before.index)
-        if gpu is None or not gpu.healthy:
+        gpu = inventory.device(before.index, before.uuid)
+        if gpu is None or not gpu.healthy or gpu.slice != before.slice:
             out.append(refuse("gpu-busy", "the GPU vanished while its memory was watched", where=before.label))
         elif _compute(gpu):
             out += _processes(gpu)
@@ -40,7 +38,7 @@ def check(context: Context) -> list[Finding]:
     return out
 
 
-def settled(context: Context, indices: list[int]) -> tuple[Inventory, float]:
+def settled(context: Context, gpus: list[Gpu]) -> tuple[Inventory, float]:
     """Sample memory until `settle.equal` samples agree and nobody is dying, or `settle.limit` seconds are over.
 
     Returns the last inventory and the seconds waited.
@@ -50,18 +48,18 @@ def settled(context: Context, indices: list[int]) -> tuple[Inventory, float]:
     if read is None:
         return inventory, 0.0
     start = probes.clock()
-    last, equal = _used(inventory, indices), 1
-    while (equal < rule.equal or _dying(context, inventory, indices)) and probes.clock() - start < rule.limit:
+    last, equal = _used(inventory, gpus), 1
+    while (equal < rule.equal or _dying(context, inventory, gpus)) and probes.clock() - start < rule.limit:
         probes.sleep(rule.interval)
         inventory = read()
-        now = _used(inventory, indices)
+        now = _used(inventory, gpus)
         equal = equal + 1 if now == last else 1
         last = now
     return inventory, probes.clock() - start
 
 
-def _used(inventory: Inventory, indices: list[int]) -> tuple[int | None, ...]:
-    found = (inventory.gpu(index) for index in indices)
+def _used(inventory: Inventory, gpus: list[Gpu]) -> tuple[int | None, ...]:
+    found = (inventory.device(gpu.index, gpu.uuid) for gpu in gpus)
     return tuple(None if gpu is None else inventory.free_bytes(gpu) for gpu in found)
 
 
@@ -74,13 +72,13 @@ def _working(gpu: Gpu) -> bool:
     return any(process.kind == "compute" and process.name is not None for process in gpu.processes)
 
 
-def _dying(context: Context, inventory: Inventory, indices: list[int]) -> bool:
+def _dying(context: Context, inventory: Inventory, gpus: list[Gpu]) -> bool:
     """A process of this PID namespace that has a number and no command line any more."""
     return any(
         process.kind == "compute" and process.name is None and context.probes.exists(process.pid)
-        for index in indices
-        if (gpu := inventory.gpu(index)) is not None
-        for process in gpu.processes
+        for gpu in gpus
+        if (now := inventory.device(gpu.index, gpu.uuid)) is not None
+        for process in now.processes
     )
 
 
@@ -107,19 +105,6 @@ def _processes(gpu: Gpu) -> list[Finding]:
             fix=f"{stop}, or choose other GPUs with --gpus",
         )
     ]
-
-
-def _slices(context: Context, gpu: Gpu) -> list[Finding]:
-    """A slice has its own memory; the processes of its neighbours are none of our business."""
-    out: list[Finding] = []
-    for part in gpu.mig:
-        free, total = part.memory_free, part.memory_total
-        if part.uuid not in context.gpu_uuids or free is None or total is None or context.utilization is None:
-            continue
-        if free < context.utilization * total:
-            what = f"MIG slice {part.index} of {gpu.label} has {amount(free)} free of {amount(total)}"
-            out.append(refuse("gpu-busy", what, where=part.uuid, fix="stop its user, or choose another slice"))
-    return out
 
 
 def _short(context: Context, inventory: Inventory, gpu: Gpu) -> Finding | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dflash_serve.findings import Finding, refuse
+from dflash_serve.hardware.model import Gpu
 from dflash_serve.preflight.context import Context
 
-IDS = ("no-gpu", "gpu-missing", "gpu-dead", "gpu-mig")
+IDS = ("no-gpu", "gpu-missing", "gpu-dead", "gpu-mig", "gpu-mig-index")
 
 
 def check(context: Context) -> list[Finding]:
@@ -25,8 +26,8 @@ def check(context: Context) -> list[Finding]:
         ]
     out: list[Finding] = []
     present = ", ".join(gpu.label for gpu in inventory.gpus)
-    for index in context.gpus:
-        gpu = inventory.gpu(index)
+    for position, index in enumerate(context.gpus):
+        gpu = context.device(inventory, position)
         if gpu is None:
             out.append(
                 refuse("gpu-missing", f"GPU {index} is not in this machine", where=present, fix="choose others: --gpus")
@@ -40,7 +41,7 @@ def check(context: Context) -> list[Finding]:
                     fix="reboot, or choose others: --gpus",
                 )
             )
-        elif gpu.mig_enabled and context.whole(gpu):
+        elif gpu.mig_enabled:
             slices = ", ".join(part.uuid for part in gpu.mig) or "it has none"
             out.append(
                 refuse(
@@ -50,4 +51,19 @@ def check(context: Context) -> list[Finding]:
                     fix="choose a slice by its UUID with --gpus, or turn MIG off: sudo nvidia-smi -mig 0",
                 )
             )
+        elif gpu.slice is not None and gpu.slice >= len(inventory.gpus) and context.runtime == "native":
+            out.append(_slice_number(gpu, len(inventory.gpus), context.vllm_version))
     return out
+
+
+def _slice_number(gpu: Gpu, count: int, vllm: str | None) -> Finding:
+    """NVML's index of a slice's UUID is the slice's number on its GPU, which vLLM takes for a GPU's index.
+
+    vLLM 0.33.0, platforms/cuda.py, device_control_id_to_physical_device_id.
+    """
+    return refuse(
+        "gpu-mig-index",
+        f"vLLM {vllm or ''} takes the number of a MIG slice for a GPU's: it looks for GPU {gpu.slice} of {count}",
+        where=f"{gpu.label}, {gpu.uuid}; https://github.com/vllm-project/vllm/issues/41848",
+        fix=f"serve on a slice with a number below {count} (--gpus {gpu.index}:0), or in a container: --runtime docker",
+    )
