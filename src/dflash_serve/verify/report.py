@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from dflash_serve import paths
 from dflash_serve.errors import DFlashError, VerifyFailed
+from dflash_serve.fsio import atomic_write
 from dflash_serve.plan.model import Plan
 from dflash_serve.progress import Step
 from dflash_serve.runtime.state import Run
-from dflash_serve.verify.checks import CHECKS, Check, Subject
+from dflash_serve.verify import checks as registry
 from dflash_serve.verify.client import Client
+from dflash_serve.verify.model import Abilities, Check, Level, Subject
 
 
 class Report(BaseModel):
@@ -24,42 +30,133 @@ class Report(BaseModel):
     passed: bool
     checks: tuple[Check, ...]
     figures: dict[str, float]
+    level: Level = Level.QUICK
+    vllm_version: str = ""
+    seconds: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def asked(self) -> tuple[Check, ...]:
+        """Checks that could be asked of this server."""
+        return tuple(check for check in self.checks if check.checked)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """Checks that don't hold."""
+        return tuple(check for check in self.checks if not check.passed)
 
     def failure(self) -> VerifyFailed | None:
         """The error that stands for all failed checks; None when all passed."""
-        failed = [check for check in self.checks if not check.passed]
-        if not failed:
+        if not self.failures:
             return None
-        more = f" (and {len(failed) - 1} more: dflash-serve verify)" if len(failed) > 1 else ""
-        return VerifyFailed(failed[0].detail + more, where=f"{self.url} [{failed[0].id}]", fix=failed[0].fix)
+        first = self.failures[0]
+        more = f" (and {len(self.failures) - 1} more: dflash-serve verify)" if len(self.failures) > 1 else ""
+        place = f"{self.url} [{first.id}]" + (f" {first.where}" if first.where else "")
+        return VerifyFailed(first.detail + more, where=place, fix=first.fix)
 
 
-def verify(run: Run, plan: Plan, step: Step) -> Report:
-    """All checks, in order; one that cannot be made counts as failed."""
+def verify(run: Run, plan: Plan, step: Step, *, level: Level = Level.QUICK) -> Report:
+    """All checks of a level on a run of this machine, in order; one that cannot be made counts as failed."""
+    subject = subject_of(run, plan, level=level)
+    report = examine(subject, step, recipe=run.recipe)
+    if report.passed:
+        keep(plan.recipe, report)
+    return report
+
+
+def subject_of(run: Run, plan: Plan, *, level: Level = Level.QUICK) -> Subject:
+    """What is verified of a run."""
     try:
         log = run.log_file.read_text(errors="replace")
     except OSError:
         log = ""
-    subject = Subject(
-        plan=plan,
+    return Subject(
         client=Client(run.url, run.served_model_name, Path(run.key_file)),
         metrics_url=run.metrics_url,
+        plan=plan,
         log=log,
+        abilities=Abilities.of(plan, has_vision=has_vision(plan)),
+        level=level,
+        history=history(plan.recipe),
     )
-    checks: list[Check] = []
-    for number, check in enumerate(CHECKS):
-        step.update(check.__name__.replace("_", " "), number / len(CHECKS))
+
+
+def examine(subject: Subject, step: Step, *, recipe: str) -> Report:
+    """Make the checks of the subject's level."""
+    started = time.monotonic()
+    made = registry.of(subject.level)
+    done: list[Check] = []
+    for number, check in enumerate(made):
+        name = check.__name__.replace("_", " ")
+        step.update(name, number / len(made))
+        begun = time.monotonic()
         try:
-            checks.extend(check(subject))
+            new = check(subject)
         except DFlashError as exc:
-            checks.append(Check(id=check.__name__.replace("_", "-"), passed=False, detail=exc.what, fix=exc.fix))
-    figures: dict[str, float] = {}
-    for done in checks:
-        figures.update(done.figures)
+            new = [_broken(name.replace(" ", "-"), exc)]
+        took = round(time.monotonic() - begun, 3)
+        done += [one.model_copy(update={"seconds": took}) for one in new]
     return Report(
-        recipe=run.recipe,
-        url=run.url,
-        passed=all(check.passed for check in checks),
-        checks=tuple(checks),
-        figures=figures,
+        recipe=recipe,
+        url=subject.client.url,
+        passed=all(check.passed for check in done),
+        checks=tuple(done),
+        figures=_merged(check.figures for check in done),
+        level=subject.level,
+        vllm_version=str(subject.kept.get("version", "")),
+        seconds=round(time.monotonic() - started, 1),
+        finished_at=time.time(),
     )
+
+
+def has_vision(plan: Plan) -> bool | None:
+    """Whether the target's config names a vision tower; None when it can't be read here."""
+    for place in (plan.target.snapshot, plan.target.served_from):
+        if place is None:
+            continue
+        try:
+            config = json.loads((Path(place) / "config.json").read_text())
+        except (OSError, ValueError):
+            continue
+        return "vision_config" in config
+    return None
+
+
+KEPT = ("acceptance_length", "perplexity")
+
+
+def history(recipe: str) -> dict[str, dict[str, float]]:
+    """Figures of this recipe's last passed verification under each vLLM version, on this machine."""
+    try:
+        kept = json.loads(_history_file(recipe).read_text())
+        return {name: {str(version): float(value) for version, value in kept.get(name, {}).items()} for name in KEPT}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def keep(recipe: str, report: Report) -> None:
+    """Remember the figures of a passed verification; where they can't be written, nothing is remembered."""
+    kept = history(recipe)
+    for name in KEPT:
+        if name in report.figures and report.vllm_version:
+            kept.setdefault(name, {})[report.vllm_version] = report.figures[name]
+    try:
+        atomic_write(_history_file(recipe), json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    except OSError:
+        return
+
+
+def _history_file(recipe: str) -> Path:
+    return paths.run_dir(recipe) / "verified.json"
+
+
+def _broken(check_id: str, exc: DFlashError) -> Check:
+    fix = exc.fix or "the server's log says more: dflash-serve logs"
+    return Check(id=check_id, passed=False, detail=exc.what, where=exc.where, fix=fix)
+
+
+def _merged(figures: Iterable[dict[str, float]]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for row in figures:
+        out.update(row)
+    return out

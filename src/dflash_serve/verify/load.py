@@ -1,0 +1,93 @@
+"""Several streams at once: all of them run together, none fails, none stalls, none starves."""
+
+from __future__ import annotations
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from dflash_serve.errors import VerifyFailed
+from dflash_serve.verify.client import Completion
+from dflash_serve.verify.generation import prompts
+from dflash_serve.verify.model import Check, Subject, failed, passed
+
+MOST_STREAMS = 8
+# A gap counts as a stall when it is both long by itself and out of proportion to the others.
+STALL_SECONDS, STALL_FACTOR = 5.0, 20.0
+# The slowest stream's steps a second against the fastest one's; short differences are the machine's.
+FAIR, UNFAIR_SECONDS = 0.33, 1.0
+
+
+def concurrency(subject: Subject) -> list[Check]:
+    """As many streams as may be active, eight at most (all of them for `full`)."""
+    planned = subject.expectations.max_num_seqs or 4
+    streams = planned if subject.full else min(planned, MOST_STREAMS)
+    tokens = _about_a_second(subject) * (4 if subject.full else 1)
+    start = Barrier(streams)
+    canary = prompts()["acceptance"]["code"]
+
+    def one(number: int) -> Completion | VerifyFailed:
+        prompt = f"# request {number}\n{canary[number % len(canary)]}"
+        start.wait()
+        try:
+            return subject.client.complete(prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
+        except VerifyFailed as exc:
+            return exc
+
+    with ThreadPoolExecutor(streams) as pool:
+        answers = list(pool.map(one, range(streams)))
+    errors = [answer for answer in answers if isinstance(answer, VerifyFailed)]
+    if errors:
+        return [
+            failed(
+                "concurrency",
+                f"{len(errors)} of {streams} streams failed: {errors[0].what}",
+                where=errors[0].where,
+                fix=errors[0].fix,
+            )
+        ]
+    return _judge([answer for answer in answers if isinstance(answer, Completion)])
+
+
+def _about_a_second(subject: Subject) -> int:
+    """Tokens of a second of one stream: fewer would be over before the last stream has begun."""
+    rates = [g.tok_s for g in subject.kept.get("generations", ()) if g.tok_s]
+    return int(min(256, max(16, statistics.median(rates)))) if rates else 32
+
+
+def _judge(answers: list[Completion]) -> list[Check]:
+    streams = len(answers)
+    gaps = [b - a for answer in answers for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+    typical = statistics.median(gaps) if gaps else 0.0
+    longest = max((answer.longest_gap for answer in answers), default=0.0)
+    # Steps a second, not tokens: how many tokens a step brings is the text's doing.
+    paces = [(len(a.arrivals) - 1) / (a.arrivals[-1] - a.ttft) for a in answers if len(a.arrivals) > 2]
+    fairness = min(paces) / max(paces) if paces else 1.0
+    together = sum(1 for a in answers if a.ttft < min(other.seconds for other in answers))
+    figures = {
+        "streams": float(streams),
+        "streams_together": float(together),
+        "longest_gap_s": round(longest, 3),
+        "fairness": round(fairness, 3),
+        "output_tok_s_all": round(sum(a.tokens for a in answers) / max(a.seconds for a in answers), 2),
+    }
+    series = {"ttft_s": tuple(a.ttft for a in answers), "finished_s": tuple(a.seconds for a in answers)}
+    short = [a for a in answers if not a.tokens]
+    if short:
+        what, fix = f"{len(short)} of {streams} streams brought no token", "dflash-serve doctor"
+    elif together < streams:
+        what = f"only {together} of {streams} streams ran together; the others waited for the first to end"
+        fix = "the engine lowered its active sequences: raise max_num_batched_tokens to seqs x (draft tokens + 1)"
+    elif longest > STALL_SECONDS and longest > STALL_FACTOR * typical:
+        what = f"a stream stood still for {longest:.1f} s; {typical:.2f} s are typical"
+        fix = "a compilation or a swap in the middle of serving: look for JIT and preemption in the log"
+    elif fairness < FAIR and max(a.seconds for a in answers) - min(a.seconds for a in answers) > UNFAIR_SECONDS:
+        what = f"the slowest of {streams} streams got {fairness:.0%} of the fastest one's steps"
+        fix = "preemptions or a starved prefill: look at vllm:num_preemptions_total"
+    else:
+        detail = f"{streams} streams together, {figures['output_tok_s_all']:.1f} tok/s in all, fairness {fairness:.2f}"
+        return [passed("concurrency", detail, figures=figures, series=series)]
+    return [failed("concurrency", what, where=f"{streams} streams at once", fix=fix, figures=figures, series=series)]
+
+
+CHECKS = (concurrency,)
