@@ -8,15 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from dflash_serve import yamltext
 from dflash_serve.errors import UsageError
 from dflash_serve.hardware.model import parse_capability
 
 Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
-Source = Annotated[str, StringConstraints(pattern=r"^(https://\S+|measured 20\d\d-\d\d-\d\d: .+)$")]
-Capability = Annotated[str, StringConstraints(pattern=r"^\d+\.\d$")]
+Source = Annotated[str, StringConstraints(pattern=r"^(https://\S+|measured 20[0-9]{2}-[0-9]{2}-[0-9]{2}: .+)$")]
+Capability = Annotated[str, StringConstraints(pattern=r"^[0-9]+\.[0-9]$")]
 MIB = 2**20
 
 HERE = Path(__file__).resolve().parent
@@ -185,7 +185,7 @@ TableT = TypeVar("TableT", bound=BaseModel)
 
 def read_table(path: Path, model: type[TableT]) -> TableT:
     """A data file of this room, validated."""
-    return model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return model.model_validate(yamltext.load(path))
 
 
 @lru_cache(maxsize=1)

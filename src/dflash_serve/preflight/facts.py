@@ -6,8 +6,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from dflash_serve import yamltext
 
 Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
 
@@ -64,4 +65,4 @@ class Facts(Fact):
 def facts() -> Facts:
     """The facts, read once."""
     path = Path(__file__).resolve().parent / "facts.yaml"
-    return Facts.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return Facts.model_validate(yamltext.load(path))

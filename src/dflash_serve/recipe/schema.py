@@ -26,16 +26,17 @@ def _no_number(value: Any) -> Any:
     return value
 
 
+# Patterns name their letters: a counted class of all of Unicode (\w{0,95}) takes pydantic's engine 100 ms to compile.
 # YAML tells 4 from "4" and from yes; a recipe that mixes them up is wrong, so nothing is converted.
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict()]
 Flag = Annotated[bool, Strict()]
 Day = Annotated[date, BeforeValidator(_no_number)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]{0,79}$")]
-RepoId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")]
+RepoId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$")]
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
-VllmVersion = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+([a-z.+]\w*)*$")]
+VllmVersion = Annotated[str, StringConstraints(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+([a-z.+][A-Za-z0-9_]*)*$")]
 Auto = Literal["auto"]
 
 
@@ -70,7 +71,10 @@ class Checkpoint(Model):
     path: str | None = Field(default=None, description="Directory, relative to recipes/.")
     revision: Revision | None = Field(default=None, description="Commit; null when nobody looked it up yet.")
     quantization: str | None = Field(default=None, description="Label as published, for people.")
-    subdirectory: Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")] | None = Field(
+    subdirectory: (
+        Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")]
+        | None
+    ) = Field(
         default=None, description="Directory inside the repository that holds config.json, when it isn't the root."
     )
     size_bytes: Annotated[Int, Field(gt=0, le=2**53)] | None = Field(
@@ -126,7 +130,7 @@ class Serve(Model):
     """Wishes about the serving shape; `auto` leaves the choice to the plan."""
 
     goal: Goal = Goal.LATENCY
-    served_model_name: Annotated[str, StringConstraints(pattern=r"^[\w./:-]{1,128}$")] | None = None
+    served_model_name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")] | None = None
     window: Annotated[Int, Field(ge=16, le=16_777_216)] | Literal["auto", "native"] = Field(
         default="auto",
         description="Context window in tokens (max_model_len); native is the checkpoint's own.",
@@ -299,10 +303,10 @@ class Recipe(Model):
     schema_version: Literal[1] = Field(default=1, alias="schema")
     name: Name
     title: Annotated[str, StringConstraints(min_length=8, max_length=120)]
-    engine: Engine = Engine()
+    engine: Engine = Field(default_factory=Engine)
     target: Checkpoint
     drafter: Drafter | None = None
-    serve: Serve = Serve()
+    serve: Serve = Field(default_factory=Serve)
     sampling: Sampling | None = None
     gpu_overrides: tuple[GpuOverride, ...] = ()
     requires: Requires | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dflash_serve import yamltext
 from dflash_serve.errors import RecipeError
 from dflash_serve.recipe.schema import Recipe
 
@@ -33,24 +34,26 @@ class Document:
     lines: dict[Key, int] = field(default_factory=dict)
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader without deep nesting and anchors: a few aliases expand without bound, and there is `extends`."""
-
+def _refuse_deep_and_anchored(text: str) -> None:
+    """No deep nesting, and no anchors: a few aliases expand without bound, and there is `extends`."""
     depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+    for event in yaml.parse(text, Loader=yamltext.LOADER):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             problem = "anchors and aliases are not used in recipes"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
-        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(None, None, problem, _mark(event))
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
             problem = f"nested more than {MAX_DEPTH} levels"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
-        self.depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
+            raise yaml.MarkedYAMLError(None, None, problem, _mark(event))
+
+
+def _mark(event: yaml.Event) -> yaml.Mark:
+    # libyaml's marks are of another class with the same fields.
+    mark: Any = event.start_mark
+    return yaml.Mark("", mark.index, mark.line, mark.column, None, 0)
 
 
 def read_yaml(path: Path, *, max_bytes: int = 16 * MAX_BYTES) -> Document:
@@ -83,7 +86,8 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
         raise RecipeError(f"{path.name} is not UTF-8 text (byte {exc.start})", where=str(path)) from None
     lines: dict[Key, int] = {}
     try:
-        loader = _Loader(text)
+        _refuse_deep_and_anchored(text)
+        loader = yamltext.LOADER(text)
         try:
             node = loader.get_single_node()
             if node is not None:

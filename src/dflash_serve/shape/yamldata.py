@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, StringConstraints
+
+from dflash_serve import yamltext
 
 Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
 TableT = TypeVar("TableT", bound=BaseModel)
-# libyaml is ten times as fast where PyYAML has it.
-_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Row(BaseModel):
@@ -28,4 +27,4 @@ def read_table(name: str, model: type[TableT]) -> TableT:
         pydantic.ValidationError: a row that the model does not take (a mistake in this package).
     """
     path = Path(__file__).with_name(name)
-    return model.model_validate(yaml.load(path.read_bytes(), Loader=_LOADER))  # noqa: S506
+    return model.model_validate(yamltext.load(path))
