@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_serve import environment, paths
 from dflash_serve.checkpoint.config_reader import read_target
 from dflash_serve.checkpoint.fetch import FetchOptions, fetch_recipe
-from dflash_serve.errors import PreflightRefused, StartFailed, UsageError
+from dflash_serve.errors import BuildFailed, PreflightRefused, StartFailed, UsageError
 from dflash_serve.findings import Finding, Severity
 from dflash_serve.fsio import locked
 from dflash_serve.hardware.lock import GpuLocks
@@ -22,6 +22,7 @@ from dflash_serve.progress import Progress, Step
 from dflash_serve.recipe import catalogue
 from dflash_serve.runs import LIVE, interruptible
 from dflash_serve.runtime import native, state
+from dflash_serve.runtime.backend import of
 from dflash_serve.runtime.state import Run, RunState
 from dflash_serve.runtime.wait import until_ready
 from dflash_serve.verify.report import Report, verify
@@ -55,24 +56,22 @@ def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified:
         refuse_if_served(plan)
         locks = check_machine(plan, progress)
         stack.callback(locks.close)
-        python = environment.ensure(environment.spec_for(plan.engine.variant), progress)
-        build_overlays(plan, progress)
-        run = native.start(plan, python, pass_fds=locks.fds)
-        if run.pid is not None:
-            locks.hand_over(run.pid)
+        run = start(plan, locks, progress)
+        backend = of(run)
         try:
             with progress.step(f"starting vLLM {plan.engine.vllm_version}") as step:
                 ready = until_ready(run, step, limit=start_timeout)
+            backend.sync_log(run)
             with progress.step("verifying") as step:
                 report = verify(run, plan, step)
         except BaseException as exc:
             cause = exc.what if isinstance(exc, StartFailed) else "interrupted"
-            native.stop(run, grace=2.0)
+            backend.stop(run, grace=2.0)
             run.having(state=RunState.FAILED if isinstance(exc, StartFailed) else RunState.STOPPED, cause=cause)
             raise
         failure = report.failure()
         if failure is not None and not keep_unverified:
-            native.stop(run, grace=2.0)
+            backend.stop(run, grace=2.0)
             run.having(state=RunState.FAILED, cause=failure.what, summary=report.model_dump())
             raise failure
         settled = RunState.SERVING if failure is None else RunState.UNVERIFIED
@@ -80,6 +79,48 @@ def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified:
         if failure is not None:
             raise failure
         return Served(run, report, ready)
+
+
+def start(plan: Plan, locks: GpuLocks, progress: Progress) -> Run:
+    """Make what is missing (environment or image, overlays), then start the server and return at once.
+
+    A native server goes on holding the GPUs' locks. A container can't; the GPUs are in use once it has loaded, which
+    preflight sees, and until then the caller holds them.
+
+    Raises:
+        BuildFailed, CheckpointError, StartFailed.
+    """
+    if plan.engine.runtime == "docker":
+        require_image(plan, progress)
+        build_overlays(plan, progress)
+        from dflash_serve.runtime import docker
+
+        return docker.start(plan)
+    python = environment.ensure(environment.spec_for(plan.engine.variant), progress)
+    build_overlays(plan, progress)
+    run = native.start(plan, python, pass_fds=locks.fds)
+    if run.pid is not None:
+        locks.hand_over(run.pid)
+    return run
+
+
+def require_image(plan: Plan, progress: Progress) -> None:
+    """Find the plan's image, or build it.
+
+    Raises:
+        BuildFailed: the build fails, or the plan was made from another checkout than this one.
+    """
+    from dflash_serve.image.build import BuildOptions, find
+    from dflash_serve.image.build import build as build_image
+    from dflash_serve.image.identity import identity
+
+    image = identity(plan.engine.variant)
+    if plan.container is None or plan.container.image != image.reference:
+        wanted = plan.container.image if plan.container else "none"
+        what = f"the plan's image is not of this checkout: it names {wanted}, and this is {image.reference}"
+        raise BuildFailed(what, fix=f"make the plan anew: dflash-serve plan {plan.recipe}")
+    if not find(image):
+        build_image(image, BuildOptions(), progress)
 
 
 def check_machine(plan: Plan, progress: Progress) -> GpuLocks:
@@ -140,8 +181,9 @@ def refuse_if_served(plan: Plan) -> None:
     run = state.load(plan.recipe)
     if run is None or run.state not in LIVE:
         return
-    if run.process() is None:
-        native.clean_up(run)
+    backend = of(run)
+    if not backend.alive(run):
+        backend.clean_up(run)
         return
     same = "with the same plan" if run.plan_digest == plan.digest else "with another plan"
     raise UsageError(f"{plan.recipe} is already served {same}", where=run.url, fix=f"./start.sh down {plan.recipe}")
@@ -158,5 +200,6 @@ def build_overlays(plan: Plan, progress: Progress) -> None:
             continue
         with progress.step(f"overlay of the {decided.kind}") as step:
             target = read_target(Path(plan.target.served_from)) if decided.kind == "drafter" else None
-            built = build(OverlaySpec.from_dict(decided.spec), paths.overlays_home(), target=target)
+            home = Path(decided.path).parent if decided.path else paths.overlays_home()
+            built = build(OverlaySpec.from_dict(decided.spec), home, target=target)
             step.update(f"{'found' if built.reused else 'built'} {built.path.name}: {decided.reason}")

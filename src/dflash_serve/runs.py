@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dflash_serve.errors import UsageError
+from dflash_serve.errors import StartFailed, UsageError
 from dflash_serve.observe import metrics
 from dflash_serve.observe.cause import cause_of
 from dflash_serve.plan.model import Plan
-from dflash_serve.runtime import native, state
+from dflash_serve.runtime import state
+from dflash_serve.runtime.backend import of
 from dflash_serve.runtime.phases import PhaseTracker
 from dflash_serve.runtime.state import Run, RunState
-from dflash_serve.runtime.wait import LogTail, died, healthy
+from dflash_serve.runtime.wait import died, healthy
 
 WATCH_SECONDS = 1.0
 LIVE = {RunState.STARTING, RunState.SERVING, RunState.UNVERIFIED}
@@ -48,8 +49,8 @@ def attach(run: Run) -> None:
             time.sleep(WATCH_SECONDS)
             seen = observe(run)
             if seen["state"] == RunState.FAILED:
-                error = died(run, "while serving")
-                native.stop(run, grace=2.0)
+                error = died(run, "while serving", known=str(seen["cause"]))
+                of(run).stop(run, grace=2.0)
                 raise error
             if seen["state"] == RunState.STOPPED:
                 return
@@ -62,34 +63,37 @@ def observe(run: Run) -> dict[str, Any]:
         `state`, `url`, `metrics_url`, `key_file`, `recipe` and more; `acceptance_length` counts since the start.
     """
     current = state.load(run.recipe) or run
+    unknown = ""
     if current.state in LIVE:
-        gone = current.process() is None
-        if gone or (current.state is not RunState.STARTING and not native.engine_alive(current)):
-            # The engine writes its last words after it is seen dead.
-            time.sleep(0.3)
-            current = current.having(state=RunState.FAILED, cause=cause_of(current.log_file).text)
-            if gone:
-                native.clean_up(current)
+        try:
+            current = _noticed(current)
+        except StartFailed as exc:
+            # A Docker engine that doesn't answer says nothing about its containers.
+            unknown = exc.what
     shown: dict[str, Any] = {
         "recipe": current.recipe,
-        "state": current.state.value,
+        "state": "unknown" if unknown else current.state.value,
         "url": current.url,
         "metrics_url": current.metrics_url,
         "key_file": current.key_file,
         "served_model_name": current.served_model_name,
         "runtime": current.runtime,
         "pid": current.pid,
+        "container": current.container,
         "log_file": str(current.log_file),
         "plan_file": str(current.plan_file),
-        "cause": current.cause,
+        "cause": unknown or current.cause,
         "uptime_s": round(state.now() - current.started_at, 1) if current.state in LIVE else None,
         "acceptance_length": None,
         "healthy": False,
         "verified": current.summary.get("figures", {}),
     }
+    if unknown:
+        return shown
     if current.state is RunState.STARTING:
         tracker = PhaseTracker()
-        tracker.feed(LogTail(current.log_file).read())
+        of(current).sync_log(current)
+        tracker.feed(current.log_file.read_text("utf-8", "replace") if current.log_file.exists() else "")
         shown["phase"] = tracker.current.title
     elif current.state in LIVE:
         shown["healthy"] = healthy(current.url)
@@ -103,14 +107,42 @@ def observe(run: Run) -> dict[str, Any]:
     return shown
 
 
+def _noticed(run: Run) -> Run:
+    """The run, with a death recorded.
+
+    Raises:
+        StartFailed: the back end can't tell.
+    """
+    backend = of(run)
+    gone = not backend.alive(run)
+    if not gone and (run.state is RunState.STARTING or backend.engine_alive(run)):
+        return run
+    # The engine writes its last words after it is seen dead.
+    time.sleep(0.3)
+    backend.sync_log(run)
+    ending = backend.ending(run) if gone else None
+    cause = (ending.cause if ending else "") or cause_of(run.log_file).text
+    run = run.having(state=RunState.FAILED, cause=f"{cause}{ending.status if ending else ''}")
+    if gone:
+        backend.clean_up(run)
+    return run
+
+
 def down(run: Run, *, grace: float) -> list[int]:
     """Stop a run and what belongs to it; a run that is not live only loses its leftovers.
 
     Returns:
         Pids that did not end by themselves within `grace` seconds.
     """
-    killed = native.stop(run, grace=grace)
-    if run.state in LIVE:
+    live = run.state in LIVE
+    try:
+        killed = of(run).stop(run, grace=grace)
+    except StartFailed:
+        # What ended long ago must not need an engine that is not there any more.
+        if live:
+            raise
+        return []
+    if live:
         run.having(state=RunState.STOPPED, cause=None)
     return killed
 
@@ -124,4 +156,6 @@ def planned_run(name: str) -> tuple[Run, Plan]:
     run = state.load(name)
     if run is None:
         raise UsageError(f"{name} was never started here", fix=f"./start.sh {name}")
+    if run.state in LIVE:
+        of(run).sync_log(run)
     return run, Plan.load(run.plan_file)

@@ -31,14 +31,13 @@ from dflash_serve.preflight.from_plan import context_of
 from dflash_serve.preflight.runner import run as run_checks
 from dflash_serve.progress import for_terminal
 from dflash_serve.runtime import native
+from dflash_serve.runtime.container import KEY_VARIABLE, OPERATORS
 from dflash_serve.runtime.state import ensure_key
+from dflash_serve.runtime.wait import healthy
 
 # Set by the image; elsewhere they are absent.
 IMAGE, ENGINE, HEALTH = "DFLASH_SERVE_IMAGE", "DFLASH_SERVE_ENGINE", "DFLASH_SERVE_HEALTH"
 VARIANT = "DFLASH_SERVE_VARIANT"
-# The allocator's setting is the operator's: some WSL drivers can't do expandable segments
-# (https://github.com/syv-ai/qwen38-27b-rtx3090/blob/main/docs/docker.md).
-OPERATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "MAX_JOBS")
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,24 @@ class Engine:
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option("--host", help="Listen on this address instead of the plan's; inside a container: 0.0.0.0.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Listen on this port instead of the plan's.")
+@click.option("--only", type=click.Choice(["preflight", "overlays"]), help="Do this one step and end.")
+@click.option("--unless", metavar="URL", help="End at once when a server answers there: then nothing is to be checked.")
 @click.option("--check", "check_only", is_flag=True, help="Preflight and overlays only; prints the command line.")
-def serve(plan_file: Path, host: str | None, check_only: bool) -> None:
+def serve(
+    plan_file: Path, host: str | None, port: int | None, only: str | None, unless: str | None, check_only: bool
+) -> None:
     """Execute a saved PLAN in the foreground: check the machine, build overlays, become the engine."""
-    plan = listening_on(Plan.load(plan_file), host)
+    if unless is not None and healthy(unless):
+        click.echo(f"a server answers at {unless} already")
+        return
+    plan = listening_on(Plan.load(plan_file), host, port)
     refuse_hypothetical(plan)
     progress = for_terminal()
     python = interpreter(plan)
+    if only == "overlays":
+        build_overlays(plan, progress)
+        return
     engine = prepare(plan, python, os.environ)
     context = context_here(plan, engine)
     with progress.step("preflight") as step:
@@ -78,6 +88,8 @@ def serve(plan_file: Path, host: str | None, check_only: bool) -> None:
                     step.line(line)
         if any(finding.severity is Severity.REFUSE for finding in findings):
             raise PreflightRefused(findings)
+    if only == "preflight":
+        return
     build_overlays(plan, progress)
     if check_only:
         click.echo(" ".join(engine.argv))
@@ -88,16 +100,22 @@ def serve(plan_file: Path, host: str | None, check_only: bool) -> None:
     become(engine, locks)
 
 
-def listening_on(plan: Plan, host: str | None) -> Plan:
+def listening_on(plan: Plan, host: str | None, port: int | None = None) -> Plan:
     """The plan with another address to listen on, in its arguments too."""
-    if host is None:
-        return plan
     argv = list(plan.argv)
-    try:
-        argv[argv.index("--host") + 1] = host
-    except (ValueError, IndexError):
-        argv += ["--host", host]
-    server = plan.server.model_copy(update={"host": host})
+    changes: dict[str, str | int] = {}
+    for name, value in (("host", host), ("port", port)):
+        if value is None:
+            continue
+        changes[name] = value
+        flag = f"--{name}"
+        if flag in argv[:-1]:
+            argv[argv.index(flag) + 1] = str(value)
+        else:
+            argv += [flag, str(value)]
+    if not changes:
+        return plan
+    server = plan.server.model_copy(update=changes)
     return plan.model_copy(update={"server": server, "argv": tuple(argv)})
 
 
@@ -133,13 +151,13 @@ def prepare(plan: Plan, python: Path, base: Mapping[str, str]) -> Engine:
     """
     compiled = paths.cache_home() / "compiled" / cache_key(plan, base)
     try:
-        key = base.get("VLLM_API_KEY") or ensure_key(Path(plan.server.key_file))
+        key = base.get("VLLM_API_KEY") or _given_key(base) or ensure_key(Path(plan.server.key_file))
         # A short path: the engine puts Unix sockets there, whose names are limited to 107 bytes.
         temporary = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
     except OSError as exc:
         raise StartFailed(
             f"cannot write {exc.filename}: {exc.strerror}",
-            fix="mount it writable for this user, or give the key as VLLM_API_KEY",
+            fix=f"mount it writable for this user, or give the key as VLLM_API_KEY or a file named by {KEY_VARIABLE}",
         ) from None
     variables = {
         **compiled_environment(compiled),
@@ -147,6 +165,25 @@ def prepare(plan: Plan, python: Path, base: Mapping[str, str]) -> Engine:
         **{name: base[name] for name in OPERATORS if name in base},
     }
     return Engine(tuple(native.command(plan, python)), variables, key, compiled)
+
+
+def _given_key(base: Mapping[str, str]) -> str:
+    """The key in the file that KEY_VARIABLE names; empty when it names none.
+
+    Raises:
+        StartFailed: the file can't be read, or is empty.
+    """
+    name = base.get(KEY_VARIABLE)
+    if not name:
+        return ""
+    fix = f"give the file to user {os.getuid()}, mode 0600"
+    try:
+        key = Path(name).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise StartFailed(f"cannot read the API key: {getattr(exc, 'strerror', exc)}", where=name, fix=fix) from None
+    if not key:
+        raise StartFailed("the file of the API key is empty", where=name, fix=fix)
+    return key
 
 
 def cache_key(plan: Plan, base: Mapping[str, str]) -> str:

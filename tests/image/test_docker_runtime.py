@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from dflash_serve import paths
-from dflash_serve.errors import StartFailed
+from dflash_serve.errors import StartFailed, UsageError
+from dflash_serve.plan import container as planning
+from dflash_serve.plan.model import Plan
 from dflash_serve.plan.planner import Request, make_plan
+from dflash_serve.runtime import container
 from dflash_serve.runtime import docker as runtime
+from dflash_serve.runtime.state import Run, RunState
 
 
 @pytest.fixture(autouse=True)
@@ -19,53 +24,152 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def plan_of(name: str = "tiny", gpu: str | None = None, **changes: object) -> Plan:
+    return make_plan(Request(name=name, gpu=gpu, runtime="docker", **changes))
+
+
+def spec_of(plan: Plan, home: Path, **environment: str) -> container.ContainerSpec:
+    return container.describe(plan, home / "plan.json", home / "api.key", environment)
+
+
 def test_a_gpu_plan_gets_its_gpus_and_nothing_else(home: Path):
-    plan = make_plan(Request(name="qwen3.8-27b-fp8", gpu="2xh100"))
-    given = runtime.options(plan, {"VLLM_API_KEY": "k"}, home / "plan.json", 2**30)
+    plan = plan_of("qwen3.8-27b-fp8", gpu="2xh100")
+    spec = spec_of(plan, home, MAX_JOBS="2", VLLM_STRAY="1", HOME="/root")
+    given = runtime.host_options(spec)
     (devices,) = given["device_requests"]
     assert devices["DeviceIDs"] == [gpu.uuid or str(gpu.index) for gpu in plan.hardware.gpus]
     assert devices["Capabilities"] == [["gpu"]]
     assert given["read_only"] is True
     assert given["cap_drop"] == ["ALL"]
-    assert given["security_opt"] == ["no-new-privileges"]
-    assert given["ports"] == {"8000/tcp": ("127.0.0.1", 8000)}
-    assert "privileged" not in given
-    assert "network_mode" not in given
-    assert given["environment"] == {"VLLM_API_KEY": "k"}
+    assert given["security_opt"] == ["no-new-privileges:true"]
+    assert given["port_bindings"] == {"8000/tcp": ("127.0.0.1", 8000)}
+    assert given["shm_size"] == planning.SHM_BYTES
+    assert not {"privileged", "network_mode", "ipc_mode", "cap_add"} & set(given)
+    # The key comes as a file: neither the command nor the environment holds it.
+    assert spec.environment == {"DFLASH_SERVE_KEY_FILE": "/run/secrets/api_key", "MAX_JOBS": "2"}
+    assert spec.image.startswith("dflash-serve:cuda-")
 
 
 def test_everything_from_the_host_is_read_only(home: Path):
-    plan = make_plan(Request(name="tiny"))
-    found = runtime.mounts(plan, home / "plan.json")
+    plan = plan_of()
+    spec = spec_of(plan, home)
+    found = runtime.host_options(spec)["mounts"]
     bound = [mount for mount in found if mount["Type"] == "bind"]
-    assert bound
+    assert len(bound) >= 3
     assert all(mount["ReadOnly"] for mount in bound)
     places = {mount["Source"]: mount["Target"] for mount in bound}
     assert places.pop(str(home / "plan.json")) == "/plan.json"
+    assert places.pop(str(home / "api.key")) == "/run/secrets/api_key"
     assert all(source == target for source, target in places.items())
     needed = any(overlay.needed for overlay in plan.overlays)
     assert (str(paths.overlays_home()) in places) == needed
     assert plan.target.snapshot in places
-    assert "device_requests" not in runtime.options(plan, {}, home / "plan.json", 2**30)
+    assert "device_requests" not in runtime.host_options(spec)
 
 
 def test_a_snapshot_of_the_hub_is_mounted_with_its_blobs():
     hub = Path("/h/hub/models--Qwen--Qwen3.8-27B-FP8")
-    assert runtime.weights_root(hub / "snapshots" / "017b9c7a") == hub
-    assert runtime.weights_root(Path("/models/mine")) == Path("/models/mine")
+    assert container.weights_root(hub / "snapshots" / "017b9c7a") == hub
+    assert container.weights_root(Path("/models/mine")) == Path("/models/mine")
 
 
 def test_the_user_of_the_host_is_the_user_inside(home: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = make_plan(Request(name="tiny"))
-    monkeypatch.setattr(runtime.os, "getuid", lambda: 1000)
-    monkeypatch.setattr(runtime.os, "getgid", lambda: 100)
-    assert runtime.options(plan, {}, home / "plan.json", 1)["user"] == "1000:100"
+    monkeypatch.setattr(planning.os, "getuid", lambda: 1000)
+    monkeypatch.setattr(planning.os, "getgid", lambda: 100)
+    spec = spec_of(plan_of(), home)
+    assert spec.user == "1000:100"
+    assert spec.cache_volume == "dflash-serve-cache-1000"
     # Root's container runs as the image's user all the same.
-    monkeypatch.setattr(runtime.os, "getuid", lambda: 0)
-    assert "user" not in runtime.options(plan, {}, home / "plan.json", 1)
+    monkeypatch.setattr(planning.os, "getuid", lambda: 0)
+    assert spec_of(plan_of(), home).user == "10001:10001"
 
 
-def test_without_an_engine(monkeypatch: pytest.MonkeyPatch):
+def test_the_key_belongs_to_the_containers_user(home: Path):
+    spec = spec_of(plan_of(), home)
+    key = home / "api.key"
+    key.write_text("k")
+    key.chmod(0o600)
+    container.own_key(key, spec)
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert key.stat().st_uid == (spec.ids[0] if os.getuid() == 0 else os.getuid())
+
+
+def test_it_is_not_restarted_unless_asked_and_then_not_for_ever(home: Path):
+    assert runtime.host_options(spec_of(plan_of(), home))["restart_policy"] == {"Name": "no"}
+    plan = plan_of(restarts=3)
+    assert plan.container is not None
+    assert plan.container.restart == "on-failure:3"
+    given = runtime.host_options(spec_of(plan, home))["restart_policy"]
+    assert given == {"Name": "on-failure", "MaximumRetryCount": 3}
+
+
+def test_a_stop_outlasts_the_servers_own_drain(home: Path):
+    plan = plan_of()
+    drain = plan.argv[plan.argv.index("--shutdown-timeout") + 1] if "--shutdown-timeout" in plan.argv else "60"
+    assert spec_of(plan, home).stop_seconds > int(drain)
+
+
+def test_a_native_plan_is_not_run_in_a_container(home: Path):
+    with pytest.raises(UsageError, match="native runtime"):
+        runtime.start(make_plan(Request(name="tiny", runtime="native")))
+
+
+def test_the_cpu_is_served_natively_unless_asked(home: Path):
+    plan = make_plan(Request(name="tiny"))
+    assert (plan.engine.runtime, plan.container) == ("native", None)
+    assert "on the CPU it is quicker" in plan.engine.reason
+
+
+@pytest.mark.parametrize(
+    ("missing", "runtime_wanted", "word"),
+    [("", "docker", "compiler"), ("no Docker engine answers", "native", "no Docker engine answers")],
+)
+def test_gpus_are_served_from_an_image_where_there_can_be_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch, missing: str, runtime_wanted: str, word: str
+):
+    monkeypatch.setattr(planning, "why_not", lambda _: missing)
+    plan = make_plan(Request(name="qwen3.8-27b-fp8", gpu="1xh100"))
+    assert plan.engine.runtime == runtime_wanted
+    assert word in plan.engine.reason
+    assert (plan.container is not None) == (runtime_wanted == "docker")
+
+
+@pytest.mark.parametrize(
+    ("code", "oom", "status"),
+    [
+        (1, False, " (exit 1)"),
+        (137, False, " (exit 137, SIGKILL)"),
+        (139, False, " (exit 139, SIGSEGV)"),
+        (143, False, " (exit 143, SIGTERM)"),
+        (137, True, " (exit 137, OOM)"),
+        (255, False, " (exit 255)"),
+        (128, False, " (exit 128)"),
+    ],
+)
+def test_an_exit_code_in_words(code: int, oom: bool, status: str):
+    found = runtime.explain(code, out_of_memory=oom)
+    assert found.status == status
+    assert ("ran out of memory" in found.cause) == oom
+
+
+def test_without_an_engine(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
     with pytest.raises(StartFailed, match="no Docker engine answers"):
-        runtime.start(make_plan(Request(name="tiny")), "x")
+        runtime.start(plan_of())
+
+
+def test_without_an_engine_a_run_is_unknown_and_an_old_one_can_be_dropped(home: Path, monkeypatch: pytest.MonkeyPatch):
+    from dflash_serve import runs
+
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
+    url = "http://127.0.0.1:9"
+    run = Run(
+        recipe="tiny", state=RunState.SERVING, runtime="docker", plan_digest="0", url=url, metrics_url=url,
+        key_file="/nowhere", served_model_name="tiny", started_at=0.0, container="c" * 64,
+    ).save()  # fmt: skip
+    seen = runs.observe(run)
+    assert seen["state"] == "unknown"
+    assert seen["cause"] == "no Docker engine answers"
+    with pytest.raises(StartFailed):
+        runs.down(run, grace=1)
+    assert runs.down(run.having(state=RunState.STOPPED), grace=1) == []

@@ -119,7 +119,7 @@ def test_a_killed_engine_is_seen_with_its_cause(stub_plan: Callable[..., Plan]) 
         time.sleep(0.2)
     seen = runs.observe(run)
     assert seen["state"] == "failed"
-    assert seen["cause"] == "the engine process died"
+    assert seen["cause"].startswith("the engine process died")
     native.stop(run, grace=2)
 
 

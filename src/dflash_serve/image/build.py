@@ -21,7 +21,7 @@ from dflash_serve import paths
 from dflash_serve.errors import BuildFailed
 from dflash_serve.findings import Severity
 from dflash_serve.image.builder import Log, reason
-from dflash_serve.image.identity import Identity, revision
+from dflash_serve.image.identity import Identity, compare, revision
 from dflash_serve.image.lint import lint
 from dflash_serve.image.render import render
 from dflash_serve.progress import Progress
@@ -103,6 +103,24 @@ def build(image: Identity, options: BuildOptions, progress: Progress) -> Built:
         return _built(image, made, seconds=time.monotonic() - started, log=log, seen=seen)
     finally:
         engine.close()
+
+
+def find(image: Identity) -> bool:
+    """Whether this engine has the image. A tag may be moved, so its labels are compared.
+
+    Raises:
+        BuildFailed: no engine, or what has the image's name is of another checkout.
+    """
+    engine = connect()
+    try:
+        found = _inspect(engine, image.reference)
+    finally:
+        engine.close()
+    if found is None:
+        return False
+    if findings := compare(found["Config"].get("Labels") or {}, image, where=image.reference):
+        raise BuildFailed(findings[0].what, where=findings[0].where, fix=findings[0].fix)
+    return True
 
 
 def layers(reference: str) -> list[tuple[int, str]]:

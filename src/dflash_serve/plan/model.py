@@ -15,6 +15,7 @@ from dflash_serve.fsio import atomic_write
 
 Scalar = bool | int | float | str | None
 Variant = Literal["cuda", "cpu"]
+Runtime = Literal["native", "docker"]
 
 
 class Part(BaseModel):
@@ -118,12 +119,30 @@ class EngineChoice(Part):
     """
 
     variant: Variant
-    runtime: Literal["native", "docker"]
+    runtime: Runtime
     vllm_version: str
     distribution: str
     entry: tuple[str, ...]
     environment: str
     reason: str
+
+
+class ContainerChoice(Part):
+    """How the engine's container is run; only where the runtime is docker.
+
+    Attributes:
+        image: `dflash-serve:VARIANT-ENGINE-TOOL`, named by its contents; nothing is pulled.
+        user: `UID:GID` inside; the one who starts it, or the image's own where that is root.
+        shm_bytes: size of /dev/shm, through which ranks exchange tensors.
+        restart: `no`, or `on-failure:N`.
+        stop_seconds: what requests in flight get before a stopped server is killed.
+    """
+
+    image: str
+    user: str
+    shm_bytes: int
+    restart: str
+    stop_seconds: int
 
 
 class Hardware(Part):
@@ -173,6 +192,8 @@ class Expectations(Part):
     kv_pool_tokens: int | None = None
     acceptance_length_min: float | None = None
     acceptance_length_max: float | None = None
+    output_tok_s_min: float | None = None
+    output_tok_s_max: float | None = None
     drafter_active: bool = False
     log_lines: tuple[str, ...] = ()
 
@@ -185,6 +206,7 @@ class Plan(Part):
     recipe: str
     recipe_title: str
     engine: EngineChoice
+    container: ContainerChoice | None = None
     hardware: Hardware
     target: ModelRef
     drafter: DrafterRef | None

@@ -20,8 +20,9 @@ from dflash_serve.overlay.decide import decide
 from dflash_serve.overlay.spec import SnapshotSource, overlay_path
 from dflash_serve.overlay.validate import served_drafter, served_target, validate_pair
 from dflash_serve.plan import model
+from dflash_serve.plan.container import decide_runtime
 from dflash_serve.plan.patches import patch_decisions
-from dflash_serve.plan.prospects import expectations
+from dflash_serve.plan.prospects import expectations, exported
 from dflash_serve.recipe import catalogue
 from dflash_serve.recipe.schema import Checkpoint, Recipe
 from dflash_serve.shape.arguments import Endpoint, arguments
@@ -49,6 +50,9 @@ class Request:
     Attributes:
         gpu: `2x5090` to plan for GPUs that aren't here; None for this machine.
         gpus: GPUs of this machine to serve on, or one MIG slice, as `choose_devices` takes them; None for all.
+        variant: None to decide by recipe and machine.
+        runtime: None to decide by what this machine has.
+        restarts: how often a container that failed is started again.
         overrides: `--set` values.
     """
 
@@ -60,6 +64,9 @@ class Request:
     port: int = 8000
     no_drafter: bool = False
     forced: tuple[str, ...] = ()
+    variant: model.Variant | None = None
+    runtime: model.Runtime | None = None
+    restarts: int = 0
 
 
 def make_plan(request: Request) -> model.Plan:
@@ -87,6 +94,7 @@ def make_plan(request: Request) -> model.Plan:
         raise PreflightRefused([f for f in findings if f.id not in request.forced])
     target, drafter = _references(recipe, pair, shape, overlays)
     served_name = recipe.served_name
+    runtime, why_runtime, container = decide_runtime(request.runtime, variant, shape, request.restarts, DRAIN_SECONDS)
     endpoint = Endpoint(
         target=target.served_from,
         drafter=drafter.served_from if drafter else None,
@@ -102,13 +110,14 @@ def make_plan(request: Request) -> model.Plan:
         recipe_title=recipe.title,
         engine=model.EngineChoice(
             variant=variant,
-            runtime="native",
+            runtime=runtime,
             vllm_version=spec.vllm_version,
             distribution=spec.distribution,
             entry=ENTRY[variant],
             environment=spec.digest[:16],
-            reason=_why_variant(recipe, inventory, variant),
+            reason=f"{_why_variant(recipe, inventory, variant)}; {why_runtime}",
         ),
+        container=container,
         hardware=_hardware(inventory, shape, hypothetical=request.gpu is not None),
         target=target,
         drafter=drafter,
@@ -122,7 +131,7 @@ def make_plan(request: Request) -> model.Plan:
             served_model_name=served_name,
             key_file=str(paths.run_dir(recipe.name) / "api.key"),
         ),
-        environment=_environment(shape, inventory),
+        environment={**_environment(shape, inventory), **exported(expectations(recipe, shape))},
         argv=arguments(shape, recipe, endpoint),
         expectations=expectations(recipe, shape),
         findings=tuple(findings),

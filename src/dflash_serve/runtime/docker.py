@@ -1,13 +1,12 @@
-"""The Docker runtime: the engine in a container that may do little, started from a Plan.
-
-What the plan names by path is mounted read-only at the same path, so that one plan is valid on the host and inside. The
-container gets no capabilities, a read-only root, its own /tmp, and a user without rights.
-"""
+"""The Docker runtime: start the container of a plan, watch it, read its log, end it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +16,56 @@ import docker.types
 import docker
 from dflash_serve import paths
 from dflash_serve.errors import StartFailed
+from dflash_serve.fsio import atomic_write
 from dflash_serve.plan.model import Plan
+from dflash_serve.runtime.backend import Ending, Tail
+from dflash_serve.runtime.container import (
+    CACHE,
+    LOG_BYTES,
+    LOG_FILES,
+    PORT,
+    TMPFS,
+    ContainerSpec,
+    describe,
+    own_key,
+)
+from dflash_serve.runtime.log import StreamTail
 from dflash_serve.runtime.state import Run, RunState, ensure_key, now
 
-CACHE_VOLUME = "dflash-serve-cache"
-LABEL = "io.github.dflash-serve.run"
-PLAN = "/plan.json"
-# vLLM's workers exchange tensors there; Docker's own 64 MB are too few.
-SHM_BYTES = 8 * 2**30
+# Longer than any grace period: a stop answers when the container has ended.
+SLOW_S = 3700
+QUICK_S = 30
 
 
-def start(plan: Plan, image: str, *, environment: Mapping[str, str] | None = None, shm_bytes: int = SHM_BYTES) -> Run:
-    """Start a container and return at once. Overlays must have been built on this machine.
-
-    Args:
-        image: its reference; it must be here, nothing is pulled.
-        environment: more variables for the container, such as MAX_JOBS.
+def start(plan: Plan) -> Run:
+    """Start a container and return at once. Overlays must have been built on this machine, and the image too.
 
     Raises:
         StartFailed: no engine, no such image, or the container can't be created (port, GPU, mount).
+        UsageError: the plan is for the native runtime.
     """
     directory = paths.run_dir(plan.recipe)
     directory.mkdir(parents=True, exist_ok=True)
     plan.save(directory / "plan.json")
-    key = ensure_key(Path(plan.server.key_file))
-    client = _client()
-    try:
-        client.images.get(image)  # the SDK would pull a missing one, from wherever
-        _remove(client, container_name(plan.recipe))
-        container = client.containers.run(
-            image,
-            [PLAN, "--host", "0.0.0.0"],  # noqa: S104 (the container's own; the published address is the plan's)
-            **options(plan, {**(environment or {}), "VLLM_API_KEY": key}, directory / "plan.json", shm_bytes),
-        )
-    except docker.errors.ImageNotFound:
-        raise StartFailed(f"there is no image {image} here", fix="dflash-serve build VARIANT") from None
-    except docker.errors.APIError as exc:
-        _remove(client, container_name(plan.recipe))
-        raise StartFailed(
-            "Docker cannot start the container", where=str(exc.explanation or exc)[:200], fix="dflash-serve preflight"
-        ) from None
-    finally:
-        client.close()
+    key_file = Path(plan.server.key_file)
+    ensure_key(key_file)
+    spec = describe(plan, directory / "plan.json", key_file)
+    own_key(key_file, spec)
+    log = directory / "server.log"
+    if log.exists():
+        os.replace(log, directory / "server.previous.log")
+    with _engine() as client:
+        _remove_leftover(client, spec.name)
+        try:
+            made = create(client, spec)
+            client.api.start(made)
+        except docker.errors.ImageNotFound:
+            fix = f"dflash-serve build {plan.engine.variant}"
+            raise StartFailed(f"there is no image {spec.image} here", fix=fix) from None
+        except docker.errors.APIError as exc:
+            _remove_leftover(client, spec.name)
+            why = " ".join(str(exc.explanation or exc).split())[:200]
+            raise StartFailed("Docker cannot start the container", where=why, fix="dflash-serve preflight") from None
     return Run(
         recipe=plan.recipe,
         state=RunState.STARTING,
@@ -69,129 +76,223 @@ def start(plan: Plan, image: str, *, environment: Mapping[str, str] | None = Non
         key_file=plan.server.key_file,
         served_model_name=plan.server.served_model_name,
         started_at=now(),
-        container=str(container.id),
+        container=made,
     ).save()
 
 
-def options(plan: Plan, environment: Mapping[str, str], plan_file: Path, shm_bytes: int) -> dict[str, Any]:
-    """What the container gets, as the SDK's `containers.run` takes it."""
+def create(client: Any, spec: ContainerSpec) -> str:
+    """Create the container, without starting it; its id. Nothing is pulled.
+
+    Raises:
+        docker.errors.APIError: the engine refuses.
+    """
+    made = client.api.create_container(
+        spec.image,
+        list(spec.command),
+        name=spec.name,
+        user=spec.user,
+        environment=spec.environment,
+        labels=spec.labels,
+        ports=[(PORT, "tcp")],
+        stop_timeout=spec.stop_seconds,
+        host_config=client.api.create_host_config(**host_options(spec)),
+    )
+    return str(made["Id"])
+
+
+def host_options(spec: ContainerSpec) -> dict[str, Any]:
+    """What the container gets of the host, as the SDK's `create_host_config` takes it."""
+    mount = docker.types.Mount
     out: dict[str, Any] = {
-        "name": container_name(plan.recipe),
-        "detach": True,
         "read_only": True,
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges"],
-        "tmpfs": {"/tmp": "mode=1777"},  # noqa: S108 (inside the container)
-        "shm_size": shm_bytes,
-        "environment": dict(environment),
-        "labels": {LABEL: plan.recipe, f"{LABEL}.plan": plan.digest},
-        "ports": {f"{plan.server.port}/tcp": (plan.server.host, plan.server.port)},
-        "mounts": mounts(plan, plan_file),
+        "security_opt": ["no-new-privileges:true"],
+        "tmpfs": TMPFS,
+        "shm_size": spec.shm_bytes,
+        "port_bindings": {f"{PORT}/tcp": spec.published},
+        "mounts": [
+            mount(CACHE, spec.cache_volume, type="volume"),
+            *(mount(bind.target, bind.source, type="bind", read_only=True) for bind in spec.binds),
+        ],
         # A server that died is looked at, not restarted: the cause would come again, minutes of loading later.
-        "restart_policy": {"Name": "no"},
+        "restart_policy": restart_policy(spec),
+        "log_config": docker.types.LogConfig(
+            type="json-file", config={"max-size": LOG_BYTES, "max-file": str(LOG_FILES)}
+        ),
     }
-    if uid := os.getuid():
-        out["user"] = f"{uid}:{os.getgid()}"
-    if plan.engine.variant == "cuda":
-        devices = [gpu.uuid or str(gpu.index) for gpu in plan.hardware.gpus]
-        out["device_requests"] = [docker.types.DeviceRequest(device_ids=devices, capabilities=[["gpu"]])]
+    if spec.gpus:
+        devices = docker.types.DeviceRequest(driver="nvidia", device_ids=list(spec.gpus), capabilities=[["gpu"]])
+        out["device_requests"] = [devices]
     return out
 
 
-def mounts(plan: Plan, plan_file: Path) -> list[Any]:
-    """The plan, weights and overlays, read-only; and the volume of what the engine compiles."""
-    places = {weights_root(Path(ref.snapshot)) for ref in (plan.target, plan.drafter) if ref and ref.snapshot}
-    if any(overlay.needed for overlay in plan.overlays):
-        places.add(paths.overlays_home())
-    return [
-        docker.types.Mount("/cache", CACHE_VOLUME, type="volume"),
-        docker.types.Mount(PLAN, str(plan_file), type="bind", read_only=True),
-        *(docker.types.Mount(str(place), str(place), type="bind", read_only=True) for place in sorted(places)),
-    ]
+def restart_policy(spec: ContainerSpec) -> dict[str, Any]:
+    """As the SDK takes it."""
+    return {"Name": "on-failure", "MaximumRetryCount": spec.retries} if spec.retries else {"Name": "no"}
 
 
-def weights_root(snapshot: Path) -> Path:
-    """What has to be mounted for a snapshot: in the hub's cache its files are links to `blobs`, two directories up."""
-    return snapshot.parents[1] if snapshot.parent.name == "snapshots" else snapshot
+def alive(run: Run) -> bool:
+    """Whether the container runs, or is about to be started again by its restart policy.
 
-
-def container_name(recipe: str) -> str:
-    """One container a recipe."""
-    return f"dflash-serve-{recipe}"
+    Raises:
+        StartFailed: no engine answers.
+    """
+    state = _state(run)
+    return state is not None and bool(state["Running"] or state.get("Restarting"))
 
 
 def status(run: Run) -> str:
     """`running`, `exited` ... as Docker says, `healthy`/`unhealthy` once its check has decided, or `gone`.
 
     Raises:
-        StartFailed: no engine.
+        StartFailed: no engine answers.
     """
-    client = _client()
-    try:
-        state = client.containers.get(run.container or "").attrs["State"]
-    except docker.errors.NotFound:
+    state = _state(run)
+    if state is None:
         return "gone"
-    finally:
-        client.close()
     health = state.get("Health", {}).get("Status")
     return str(health) if state["Running"] and health in {"healthy", "unhealthy"} else str(state["Status"])
 
 
-def logs(run: Run, *, tail: int | None = None) -> str:
-    """What the container printed so far, both streams; empty when it is gone.
+def engine_alive(run: Run) -> bool:
+    """Whether a process titled EngineCore is in the container; while it restarts there is none, and that is no death.
 
     Raises:
-        StartFailed: no engine.
+        StartFailed: no engine answers.
     """
-    client = _client()
+    state = _state(run)
+    if state is None:
+        return False
+    if state.get("Restarting"):
+        return True
+    with _engine() as client:
+        try:
+            seen = client.api.top(run.container)
+        except docker.errors.APIError:
+            return False
+    return any("EngineCore" in " ".join(row) for row in seen["Processes"] or ())
+
+
+def ending(run: Run) -> Ending:
+    """Its exit code, the signal that this means, and whether the memory limit struck.
+
+    Raises:
+        StartFailed: no engine answers.
+    """
+    state = _state(run)
+    if state is None:
+        return Ending()
+    return explain(int(state["ExitCode"]), out_of_memory=bool(state.get("OOMKilled")))
+
+
+def explain(code: int, *, out_of_memory: bool) -> Ending:
+    """What Docker's exit code says."""
+    if out_of_memory:
+        what = "the kernel killed it because the container or the machine ran out of memory"
+        return Ending(f" (exit {code}, OOM)", cause=what)
+    if code <= 128 or code > 128 + 64:
+        return Ending(f" (exit {code})")
     try:
-        container = client.containers.get(run.container or "")
-        text: bytes = container.logs(tail="all" if tail is None else tail)
-    except docker.errors.NotFound:
-        return ""
-    finally:
-        client.close()
-    return text.decode("utf-8", "replace")
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return Ending(f" (exit {code})")
+    return Ending(f" (exit {code}, {name})")
 
 
-def stop(run: Run, *, grace: float) -> bool:
+@contextmanager
+def tail(run: Run, *, lines: int | None = None) -> Iterator[Tail]:
+    """The container's output as it comes.
+
+    Raises:
+        StartFailed: no engine answers.
+    """
+    with _engine(SLOW_S) as client:
+        try:
+            container = client.containers.get(run.container or "")
+            chunks = container.logs(stream=True, follow=True, tail="all" if lines is None else lines)
+        except docker.errors.APIError:
+            chunks = iter(())
+        yield StreamTail(chunks)
+
+
+def sync_log(run: Run) -> None:
+    """Write what the container printed so far to the run's log; what is there stays when the container is gone.
+
+    Raises:
+        StartFailed: no engine answers.
+    """
+    with _engine() as client:
+        try:
+            text: bytes = client.containers.get(run.container or "").logs()
+        except docker.errors.APIError:
+            return
+    atomic_write(run.log_file, text, mode=0o600)
+
+
+def stop(run: Run, *, grace: float) -> list[int]:
     """Ask the server to drain and end, keep its log in the run's directory, and remove the container.
 
-    Args:
-        grace: seconds that requests in flight get before it is killed.
-
     Returns:
-        Whether it had to be killed.
+        The pid of the server, when it had to be killed.
 
     Raises:
-        StartFailed: no engine.
+        StartFailed: no engine answers.
     """
-    client = _client()
-    try:
-        container = client.containers.get(run.container or "")
-        container.stop(timeout=max(int(grace), 1))
-        container.reload()
-        run.log_file.write_bytes(container.logs())
-        killed = int(container.attrs["State"]["ExitCode"]) == 137
-        container.remove(v=True, force=True)
-    except docker.errors.NotFound:
-        return False
-    finally:
-        client.close()
+    killed: list[int] = []
+    with _engine(SLOW_S) as client:
+        try:
+            container = client.containers.get(run.container or "")
+            was = container.attrs["State"]
+            container.stop(timeout=max(int(grace), 1))
+            container.reload()
+            if was["Running"] and int(container.attrs["State"]["ExitCode"]) == 128 + signal.SIGKILL:
+                killed = [int(was["Pid"])]
+        except docker.errors.NotFound:
+            return []
+    clean_up(run)
     return killed
 
 
-def _client() -> Any:
+def clean_up(run: Run) -> None:
+    """Keep its log in the run's directory, and remove the container. The cache volume stays.
+
+    Raises:
+        StartFailed: no engine answers, or it can't remove it.
+    """
+    sync_log(run)
+    with _engine(SLOW_S) as client:
+        try:
+            client.api.remove_container(run.container or "", v=True, force=True)
+        except docker.errors.NotFound:
+            return
+        except docker.errors.APIError as exc:
+            raise StartFailed("Docker cannot remove the container", where=str(exc.explanation or exc)[:200]) from None
+
+
+def _state(run: Run) -> dict[str, Any] | None:
+    """Docker's record of the container's state; None when there is no such container."""
+    with _engine() as client:
+        try:
+            state: dict[str, Any] = client.api.inspect_container(run.container or "gone")["State"]
+        except docker.errors.NotFound:
+            return None
+    return state
+
+
+@contextmanager
+def _engine(timeout: int = QUICK_S) -> Iterator[Any]:
     try:
-        # Longer than any grace period: a stop answers when the container has ended.
-        client = docker.from_env(timeout=600)
-        client.ping()
+        client = docker.from_env(timeout=timeout)
     except docker.errors.DockerException as exc:
-        raise StartFailed("no Docker engine answers", where=str(exc)[:200], fix="start Docker") from None
-    return client
+        detail = re.sub(r"\s+", " ", str(exc))[:200]
+        raise StartFailed("no Docker engine answers", where=detail, fix="start Docker, or set DOCKER_HOST") from None
+    try:
+        yield client
+    finally:
+        client.close()
 
 
-def _remove(client: Any, name: str) -> None:
+def _remove_leftover(client: Any, name: str) -> None:
     """Drop what an earlier start left under that name; a running one is not ours to end."""
     try:
         container = client.containers.get(name)

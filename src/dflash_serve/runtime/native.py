@@ -8,7 +8,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,8 @@ import psutil
 from dflash_serve import paths
 from dflash_serve.errors import StartFailed
 from dflash_serve.plan.model import Plan
+from dflash_serve.runtime.backend import Ending, Tail
+from dflash_serve.runtime.log import LogTail
 from dflash_serve.runtime.state import Run, RunState, ensure_key, now
 
 # The rest of the user's environment stays out, so that a stray VLLM_* or PYTHONPATH can't change the plan.
@@ -93,6 +96,35 @@ def start(plan: Plan, python: Path, *, pass_fds: Sequence[int] = ()) -> Run:
         process_started=_create_time(process.pid),
         temp_dir=str(temp_dir),
     ).save()
+
+
+def alive(run: Run) -> bool:
+    """Whether the process that was started still runs."""
+    return run.process() is not None
+
+
+def ending(run: Run) -> Ending:
+    """` (signal 9)` or ` (exit 1)` when the process is our own child."""
+    if run.pid is None:
+        return Ending()
+    try:
+        pid, status = os.waitpid(run.pid, os.WNOHANG)
+    except ChildProcessError:
+        return Ending()
+    if pid == 0:
+        return Ending()
+    code = os.waitstatus_to_exitcode(status)
+    return Ending(f" (signal {-code})" if code < 0 else f" (exit {code})")
+
+
+@contextmanager
+def tail(run: Run, *, lines: int | None = None) -> Iterator[Tail]:
+    """The log's file, as it grows."""
+    yield LogTail(run.log_file, lines=lines)
+
+
+def sync_log(run: Run) -> None:
+    """Nothing to do: the server writes that file itself."""
 
 
 def members(run: Run) -> list[psutil.Process]:

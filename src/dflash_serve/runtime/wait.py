@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import requests
 
 from dflash_serve.errors import StartFailed
 from dflash_serve.observe.cause import cause_of
 from dflash_serve.progress import Step
+from dflash_serve.runtime.backend import Ending, of
 from dflash_serve.runtime.phases import PhaseTracker
 from dflash_serve.runtime.state import Run
 
 POLL_SECONDS = 0.25
-
-
-class LogTail:
-    """New text of a growing file since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> str:
-        """What was appended; empty when nothing was or the file isn't there yet."""
-        try:
-            with self._path.open("rb") as handle:
-                handle.seek(self._offset)
-                data = handle.read()
-        except OSError:
-            return ""
-        self._offset += len(data)
-        return data.decode("utf-8", errors="replace")
 
 
 def until_ready(run: Run, step: Step, *, limit: float) -> float:
@@ -49,23 +29,24 @@ def until_ready(run: Run, step: Step, *, limit: float) -> float:
         StartFailed: the process ended (with the log's cause), or the limit passed (with the phase it hangs in).
     """
     started = time.monotonic()
-    tail = LogTail(run.log_file)
     tracker = PhaseTracker()
-    while True:
-        tracker.feed(tail.read())
-        step.update(tracker.current.title, tracker.fraction)
-        if run.process() is None:
+    backend = of(run)
+    with backend.tail(run) as tail:
+        while True:
             tracker.feed(tail.read())
-            raise died(run, f"while {tracker.current.title}")
-        if healthy(run.url):
-            return time.monotonic() - started
-        if time.monotonic() - started > limit:
-            raise StartFailed(
-                f"the server was not ready after {limit:.0f} s; it is still {tracker.current.title}",
-                where=str(run.log_file),
-                fix="give it longer with --start-timeout SECONDS, or read the log: dflash-serve logs",
-            )
-        time.sleep(POLL_SECONDS)
+            step.update(tracker.current.title, tracker.fraction)
+            if not backend.alive(run):
+                tracker.feed(tail.read())
+                raise died(run, f"while {tracker.current.title}")
+            if healthy(run.url):
+                return time.monotonic() - started
+            if time.monotonic() - started > limit:
+                raise StartFailed(
+                    f"the server was not ready after {limit:.0f} s; it is still {tracker.current.title}",
+                    where=str(run.log_file),
+                    fix="give it longer with --start-timeout SECONDS, or read the log: dflash-serve logs",
+                )
+            time.sleep(POLL_SECONDS)
 
 
 def healthy(url: str) -> bool:
@@ -76,25 +57,18 @@ def healthy(url: str) -> bool:
         return False
 
 
-def died(run: Run, when: str) -> StartFailed:
-    """The error for a server that ended by itself, with the cause its log gives and its exit status if known."""
+def died(run: Run, when: str, *, known: str = "") -> StartFailed:
+    """The error for a server that ended by itself, with the cause its log gives and its exit status if known.
+
+    Args:
+        known: the cause, when it was found before what it was found in has been removed.
+    """
+    backend = of(run)
+    ending = Ending() if known else backend.ending(run)
+    backend.sync_log(run)
     cause = cause_of(run.log_file)
     return StartFailed(
-        f"the server died {when}{_exit_status(run)}: {cause.text}",
+        f"the server died {when}{ending.status}: {known or ending.cause or cause.text}",
         where=f"{run.log_file}:{cause.line}" if cause.line else str(run.log_file),
         fix=cause.fix or "read the whole log: dflash-serve logs " + run.recipe,
     )
-
-
-def _exit_status(run: Run) -> str:
-    """` (signal 9)` or ` (exit 1)` when the process is our own child."""
-    if run.pid is None:
-        return ""
-    try:
-        pid, status = os.waitpid(run.pid, os.WNOHANG)
-    except ChildProcessError:
-        return ""
-    if pid == 0:
-        return ""
-    code = os.waitstatus_to_exitcode(status)
-    return f" (signal {-code})" if code < 0 else f" (exit {code})"

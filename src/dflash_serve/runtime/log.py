@@ -1,0 +1,59 @@
+"""Logs that grow: a file, or a container's stream."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class LogTail:
+    """New text of a growing file since the last look.
+
+    Args:
+        lines: begin with the last so many lines of what is there; None for all.
+    """
+
+    def __init__(self, path: Path, *, lines: int | None = None) -> None:
+        self._path = path
+        self._offset = 0
+        self._lines = lines
+
+    def read(self) -> str:
+        """What was appended; empty when nothing was or the file isn't there yet."""
+        try:
+            with self._path.open("rb") as handle:
+                handle.seek(self._offset)
+                data = handle.read()
+        except OSError:
+            return ""
+        self._offset += len(data)
+        if self._lines is not None and data:
+            data, self._lines = b"".join(data.splitlines(keepends=True)[-self._lines :]), None
+        return data.decode("utf-8", errors="replace")
+
+
+class StreamTail:
+    """New text of a stream that blocks: a thread reads it until it ends."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._seen: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._pump, args=(chunks,), daemon=True)
+        self._thread.start()
+
+    def read(self) -> str:
+        """What came since the last look."""
+        parts = []
+        while True:
+            try:
+                parts.append(self._seen.get_nowait())
+            except queue.Empty:
+                return b"".join(parts).decode("utf-8", errors="replace")
+
+    def _pump(self, chunks: Iterator[bytes]) -> None:
+        try:
+            for chunk in chunks:
+                self._seen.put(chunk)
+        except Exception:  # noqa: S110 (whatever the connection ends with, the log is read whole afterwards)
+            pass
