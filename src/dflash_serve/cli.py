@@ -37,6 +37,7 @@ LAZY = {
     "render": ("dflash_serve.image.commands", "render"),
     "image": ("dflash_serve.image.commands", "image"),
     "serve": ("dflash_serve.serve_command", "serve"),
+    "doctor": ("dflash_serve.doctor_command", "doctor"),
     "verify": ("dflash_serve.verify.commands", "verify"),
     "metrics": ("dflash_serve.observe_commands", "metrics"),
 }
