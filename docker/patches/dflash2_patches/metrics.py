@@ -7,6 +7,7 @@ Loaded by vLLM in the front end through the entry-point group `vllm.stat_logger_
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,6 +21,9 @@ from dflash2_patches import gate, status
 
 _LABELS = ("model_name", "engine")
 _WATCH_SECONDS = 5.0
+# What the plan expects of this server, `name=number` separated by commas. It is exported beside what is served, so that
+# alert rules hold every server against its own plan and carry no band themselves.
+EXPECTED = "DFLASH2_EXPECTED"
 _WATCHED = {
     "steps": ("dflash:watched_steps", "Steps in the drafter's sample."),
     "drafts": ("dflash:watched_drafts", "Drafts in the drafter's sample."),
@@ -37,6 +41,21 @@ def lengths(drafts: int, accepted_per_position: Sequence[int]) -> list[int]:
     """
     reached = [drafts, *accepted_per_position, 0]
     return [a - b for a, b in pairwise(reached)]
+
+
+def expected(text: str) -> dict[str, float]:
+    """Numbers by name of `DFLASH2_EXPECTED`.
+
+    Raises:
+        ValueError: not such a list.
+    """
+    out = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.strip().partition("=")
+        if not (name.isidentifier() and name.islower()):
+            raise ValueError(f"{EXPECTED}: {item!r} is not name=number")
+        out[name] = float(value)
+    return out
 
 
 class DraftStatLogger(AggregateStatLoggerBase):
@@ -81,6 +100,23 @@ class DraftStatLogger(AggregateStatLoggerBase):
             multiprocess_mode="mostrecent",
         )
 
+        self._config = vllm_config
+        self._gauges: dict[str, Gauge] = {}
+        for name, value in expected(os.environ.get(EXPECTED, "")).items():
+            self._set(f"dflash:expected_{name}", "What the plan expects of this server.", value)
+        self._contexts = [
+            Counter(
+                "dflash:watched_context_drafts",
+                "Verified drafts of the sample, by context up to a length.",
+                ("context",),
+            ),
+            Counter(
+                "dflash:watched_context_accepted_tokens",
+                "Their accepted tokens, by context up to a length.",
+                ("context",),
+            ),
+        ]
+        self._seen_contexts: dict[str, list[float]] = {}
         self._watched = {key: Counter(name, text) for key, (name, text) in _WATCHED.items()}
         self._seen = dict.fromkeys(_WATCHED, 0.0)
         self._looked = time.monotonic()
@@ -113,6 +149,11 @@ class DraftStatLogger(AggregateStatLoggerBase):
             if (grown := sums.get(key, 0) - self._seen[key]) > 0:
                 counter.inc(grown)
                 self._seen[key] += grown
+        for end, now in sums.get("contexts", {}).items():
+            seen = self._seen_contexts.setdefault(end, [0, 0])
+            for counter, value, then in zip(self._contexts, now, seen, strict=True):
+                counter.labels(end).inc(max(0, value - then))
+            self._seen_contexts[end] = now
 
     def log_engine_initialized(self) -> None:
         """Workers are up: export the patches and what the workers found."""
@@ -120,6 +161,17 @@ class DraftStatLogger(AggregateStatLoggerBase):
         for patch in report.patches:
             self._patches.labels(patch.id, patch.outcome, report.version or "").set(1)
         self._fallback.set(status.read("topk_fallback") is not None)
+        pool = getattr(getattr(self._config, "cache_config", None), "kv_cache_size_tokens", None)
+        if pool:
+            self._set("dflash:kv_pool_tokens", "Tokens that the KV cache holds, as the engine logs it.", pool)
+        window = getattr(self._config.model_config, "max_model_len", None)
+        if window:
+            self._set("dflash:max_model_len", "Window that is served, tokens.", window)
+
+    def _set(self, name: str, text: str, value: float) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, text, multiprocess_mode="mostrecent")
+        self._gauges[name].set(value)
 
 
 def _unregister() -> None:

@@ -63,7 +63,7 @@ def test_dummy_runs_are_not_watched(fact):
             return x
 
     draft_watch._change(SimpleNamespace(DFlash2Speculator=Speculator))
-    held, batch = Speculator(), SimpleNamespace(num_reqs=2)
+    held, batch = Speculator(), SimpleNamespace(num_reqs=2, num_draft_tokens_per_req=None)
     assert held.propose(batch, 1, dummy_run=True) == 1
     assert not hasattr(held, "_dflash2_watch")
     assert held.propose(batch, 2) == 2

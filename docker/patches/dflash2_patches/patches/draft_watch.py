@@ -1,4 +1,4 @@
-"""Watch the drafter in a sample of steps: NaN scores, and its share of the step (record `draft-watch`).
+"""Watch the drafter in a sample of steps: NaN scores, its share of the step, acceptance by context (`draft-watch`).
 
 The worker looks at every `EVERY`-th step after the draft was made, outside the captured graph. What it started
 on the GPU is read at the next sample, so nothing waits. Sums go to the front end through a file.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,8 @@ from dflash2_patches.seam import when_imported, wrap
 ID = "draft-watch"
 EVERY = 64
 FACT = "draft_watch"
+# Upper ends of the context buckets, tokens; the last bucket is open.
+CONTEXTS = (4096, 16384, 65536, 262144)
 
 
 def apply() -> None:
@@ -28,13 +30,18 @@ def apply() -> None:
 
 @dataclass
 class Sums:
-    """Sums over the sampled steps since the start. Seconds of the device; drafts are requests times steps."""
+    """Sums over the sampled steps since the start. Seconds of the device; drafts are requests times steps.
+
+    Attributes:
+        contexts: verified drafts and their accepted tokens, by the context bucket's upper end.
+    """
 
     steps: int = 0
     drafts: int = 0
     nan_drafts: int = 0
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
+    contexts: dict[str, list[int]] = field(default_factory=dict)
 
 
 class _Mark:
@@ -61,10 +68,40 @@ class _Mark:
         return milliseconds / 1e3
 
 
+@dataclass(frozen=True)
+class Verified:
+    """What a step verified, one entry a request.
+
+    Attributes:
+        drafted: draft tokens that were verified; 0 where there was no draft.
+        context: tokens before them.
+        rejected: how many of them were rejected, on the device.
+    """
+
+    drafted: Any
+    context: Any
+    rejected: Any
+
+    def fetched(self) -> Verified:
+        """A copy, on its way to the host."""
+        rejected = self.rejected.to("cpu", non_blocking=True) if self.rejected.is_cuda else self.rejected.clone()
+        return Verified(self.drafted.copy(), self.context.copy(), rejected)
+
+    def add_to(self, contexts: dict[str, list[int]]) -> None:
+        """Add to sums by context."""
+        for drafted, context, rejected in zip(self.drafted, self.context, self.rejected.tolist(), strict=False):
+            if drafted > 0:
+                end = next((str(end) for end in CONTEXTS if context <= end), "+Inf")
+                sums = contexts.setdefault(end, [0, 0])
+                sums[0] += 1
+                sums[1] += int(drafted) - rejected
+
+
 @dataclass
 class _Sample:
     drafts: int
     nan_drafts: Any
+    verified: Verified | None
     start: _Mark
     end: _Mark
     next_start: _Mark | None = None
@@ -79,13 +116,16 @@ class Watch:
         self._sample: _Sample | None = None
         self._warned = False
 
-    def propose(self, draft: Callable[[], Any], scores: Any, drafts: int) -> Any:
+    def propose(
+        self, draft: Callable[[], Any], scores: Any, drafts: int, verified: Callable[[], Verified | None] = lambda: None
+    ) -> Any:
         """Run one step's draft; look at it when it is its turn.
 
         Args:
             draft: makes the draft and leaves its scores.
             scores: [requests, positions, candidates], the buffer in which they are left.
             drafts: requests of this step.
+            verified: what this step verified before it drafts anew.
         """
         self._step += 1
         pending = self._sample
@@ -95,11 +135,13 @@ class Watch:
             return draft()
         if pending is not None:
             self._read(pending)
+        before = verified()
+        before = before.fetched() if before is not None else None
         start = _Mark(scores.is_cuda)
         made = draft()
         bad = scores[:drafts].isnan().flatten(1).any(1).sum()
         bad = bad.to("cpu", non_blocking=True) if scores.is_cuda else bad
-        self._sample = _Sample(drafts, bad, start, _Mark(scores.is_cuda))
+        self._sample = _Sample(drafts, bad, before, start, _Mark(scores.is_cuda))
         return made
 
     def _read(self, sample: _Sample) -> None:
@@ -111,6 +153,8 @@ class Watch:
         self.sums.nan_drafts += int(sample.nan_drafts)
         self.sums.draft_seconds += sample.end.since(sample.start)
         self.sums.step_seconds += sample.next_start.since(sample.start)
+        if sample.verified is not None:
+            sample.verified.add_to(self.sums.contexts)
         status.note(FACT, json.dumps(asdict(self.sums)))
         if self.sums.nan_drafts and not self._warned:
             self._warned = True
@@ -123,6 +167,10 @@ class Watch:
             )
 
 
+# Place of `num_rejected` among the positional arguments after the batch.
+_REJECTED = 5
+
+
 def _change(module: ModuleType) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,9 +179,17 @@ def _change(module: ModuleType) -> None:
 
             if kwargs.get("dummy_run") or kwargs.get("is_profile"):
                 return draft()
+
+            def verified() -> Verified | None:
+                if input_batch.num_draft_tokens_per_req is None:
+                    return None
+                rejected = kwargs["num_rejected"] if "num_rejected" in kwargs else args[_REJECTED]
+                return Verified(input_batch.num_draft_tokens_per_req, input_batch.num_computed_tokens_np, rejected)
+
             if not hasattr(self, "_dflash2_watch"):
                 self._dflash2_watch = Watch()
-            return self._dflash2_watch.propose(draft, self.candidate_sampler.scores, input_batch.num_reqs)
+            scores = self.candidate_sampler.scores
+            return self._dflash2_watch.propose(draft, scores, input_batch.num_reqs, verified)
 
         return propose
 
