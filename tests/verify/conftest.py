@@ -8,8 +8,10 @@ from dflash_serve.hardware.model import Host, Inventory
 from dflash_serve.plan import planner
 
 
-@pytest.fixture
-def tiny_plan(monkeypatch: pytest.MonkeyPatch) -> planner.model.Plan:
+@pytest.fixture(scope="session")
+def tiny_plan() -> planner.model.Plan:
+    """The tiny recipe's, as on a machine without a GPU."""
     inventory = Inventory(host=Host(cpu_cores=2, ram_total=24 * 2**30), nvml_error="none")
-    monkeypatch.setattr(planner, "read_inventory", lambda: inventory)
-    return planner.make_plan(planner.Request("tiny"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "read_inventory", lambda: inventory)
+        return planner.make_plan(planner.Request("tiny"))

@@ -47,6 +47,8 @@ class FakeEngine:
         step: seconds a verification takes.
         slots: requests that run at once; others wait.
         prefix: whether the prefix cache works.
+        accept_cached, accept_long: used instead of `accept` after a cached prompt, after one above 1,000 tokens.
+        nan_drafts: drafts of the plugin's sample that are NaN, for every draft made.
     """
 
     model: str = "fake"
@@ -57,6 +59,9 @@ class FakeEngine:
     slots: int = 64
     prefix: bool = True
     reasoning: bool = False
+    accept_cached: tuple[int, ...] | None = None
+    accept_long: tuple[int, ...] | None = None
+    nan_drafts: int = 0
     patches: tuple[str, ...] = ()
     counts: dict[str, float] = field(default_factory=dict)
     cached: set[tuple[int, ...]] = field(default_factory=set)
@@ -67,12 +72,14 @@ class FakeEngine:
         with self.lock:
             self.counts[key] = self.counts.get(key, 0.0) + value
 
-    def steps(self, wanted: int) -> Iterator[int]:
+    def steps(self, wanted: int, accept: tuple[int, ...] | None = None) -> Iterator[int]:
         """Tokens of each verification, until `wanted` are made."""
         made = turn = 0
+        pattern = accept or self.accept
         while made < wanted:
-            accepted = 0 if self.accept is None else self.accept[turn % len(self.accept)]
+            accepted = 0 if pattern is None else pattern[turn % len(pattern)]
             turn += 1
+            self.add("nan_drafts", self.nan_drafts)
             tokens = min(accepted + 1, wanted - made)
             if self.accept is not None:
                 self.add("drafts", 1)
@@ -84,8 +91,8 @@ class FakeEngine:
             self.add("generation_tokens", tokens)
             yield tokens
 
-    def prefill(self, ids: list[int]) -> None:
-        """Wait as long as a prefill takes: a cached prompt takes a tenth."""
+    def prefill(self, ids: list[int]) -> tuple[int, ...] | None:
+        """Wait as long as a prefill takes: a cached prompt takes a tenth. Returns what drafts after it are like."""
         self.add("prompt_tokens", len(ids))
         self.add("prefix_cache_queries", len(ids))
         known = self.prefix and tuple(ids) in self.cached
@@ -93,6 +100,9 @@ class FakeEngine:
             self.add("prefix_cache_hits", len(ids) - 1)
         self.cached.add(tuple(ids))
         time.sleep(len(ids) * (2e-6 if known else 2e-5))
+        if known and self.accept_cached:
+            return self.accept_cached
+        return self.accept_long if self.accept_long and len(ids) > 1000 else None
 
     def metrics(self) -> str:
         """The exposition, with every name that every vLLM has."""
@@ -112,6 +122,8 @@ class FakeEngine:
                 lines += [f"{stem}_{part}{{{labels}}} 0" for part in ("sum", "count")]
             else:
                 lines.append(f"{stem}{{{labels}}} {self.counts.get(key, 0)}")
+        lines.append("# TYPE dflash:watched_nan_drafts counter")
+        lines.append(f"dflash:watched_nan_drafts_total {self.counts.get('nan_drafts', 0)}")
         if self.patches:
             lines.append("# TYPE dflash:patch_info gauge")
         for patch in self.patches:
@@ -127,7 +139,7 @@ def serving(engine: FakeEngine) -> Iterator[FakeEngine]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     engine.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield engine
     finally:
@@ -165,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
     def complete(self, body: dict[str, Any]) -> None:
         engine, prompt = self.engine, body["prompt"]
         ids = list(prompt) if isinstance(prompt, list) else tokenize(prompt)
-        engine.prefill(ids)
+        accept = engine.prefill(ids)
         if body.get("prompt_logprobs"):
             rows: list[Any] = [None]
             for before, token in pairwise(ids):
@@ -182,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         def generate() -> Iterator[dict[str, Any]]:
             nonlocal last
             made, first = 0, True
-            for tokens in engine.steps(wanted):
+            for tokens in engine.steps(wanted, accept):
                 time.sleep(engine.step)
                 new = []
                 for _ in range(tokens):
@@ -242,15 +254,22 @@ class _Handler(BaseHTTPRequestHandler):
         yield {"choices": [], "usage": {"completion_tokens": made, "prompt_tokens": 9}}
 
     def stream(self, events: Iterator[dict[str, Any]]) -> None:
+        """Server-sent events, chunked as uvicorn does, so that each arrives at once."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for event in events:
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.flush()
-        self.wfile.write(b"data: [DONE]\n\n")
-        self.close_connection = True
+        try:
+            for event in events:
+                self.chunk(f"data: {json.dumps(event)}\n\n".encode())
+            self.chunk(b"data: [DONE]\n\n")
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.close_connection = True
+
+    def chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
 
     def json(self, value: Any, status: int = 200) -> None:
         self.send(json.dumps(value).encode(), "application/json", status)

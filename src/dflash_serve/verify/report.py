@@ -16,6 +16,7 @@ from dflash_serve.plan.model import Plan
 from dflash_serve.progress import Step
 from dflash_serve.runtime.state import Run
 from dflash_serve.verify import checks as registry
+from dflash_serve.verify.checks import Made
 from dflash_serve.verify.client import Client
 from dflash_serve.verify.model import Abilities, Check, Level, Subject
 
@@ -87,15 +88,8 @@ def examine(subject: Subject, step: Step, *, recipe: str) -> Report:
     made = registry.of(subject.level)
     done: list[Check] = []
     for number, check in enumerate(made):
-        name = check.__name__.replace("_", " ")
-        step.update(name, number / len(made))
-        begun = time.monotonic()
-        try:
-            new = check(subject)
-        except DFlashError as exc:
-            new = [_broken(name.replace(" ", "-"), exc)]
-        took = round(time.monotonic() - begun, 3)
-        done += [one.model_copy(update={"seconds": took}) for one in new]
+        step.update(check.__name__.replace("_", " "), number / len(made))
+        done += ask(check, subject)
     return Report(
         recipe=recipe,
         url=subject.client.url,
@@ -107,6 +101,19 @@ def examine(subject: Subject, step: Step, *, recipe: str) -> Report:
         seconds=round(time.monotonic() - started, 1),
         finished_at=time.time(),
     )
+
+
+def ask(check: Made, subject: Subject) -> list[Check]:
+    """Make one check; one that cannot be made fails, with the error that stood in its way."""
+    begun = time.monotonic()
+    try:
+        found = check(subject)
+    except DFlashError as exc:
+        fix = exc.fix or "the server's log says more: dflash-serve logs"
+        name = check.__name__.replace("_", "-")
+        found = [Check(id=name, passed=False, detail=exc.what, where=exc.where, fix=fix)]
+    took = round(time.monotonic() - begun, 3)
+    return [one.model_copy(update={"seconds": took}) for one in found]
 
 
 def has_vision(plan: Plan) -> bool | None:
@@ -148,11 +155,6 @@ def keep(recipe: str, report: Report) -> None:
 
 def _history_file(recipe: str) -> Path:
     return paths.run_dir(recipe) / "verified.json"
-
-
-def _broken(check_id: str, exc: DFlashError) -> Check:
-    fix = exc.fix or "the server's log says more: dflash-serve logs"
-    return Check(id=check_id, passed=False, detail=exc.what, where=exc.where, fix=fix)
 
 
 def _merged(figures: Iterable[dict[str, float]]) -> dict[str, float]:
