@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -180,7 +181,7 @@ def _devices(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isprintable() and 0 < len(part) <= 80 for part in parts):
+    if not all(re.fullmatch(r"[0-9]{1,4}(:[0-9]{1,2})?|(GPU|MIG)-[0-9A-Za-z/-]{1,80}", part) for part in parts):
         raise UsageError(f"--gpus takes indices or UUIDs such as 0,1, not {text[:80]!r}")
     return tuple(dict.fromkeys(parts))
 
@@ -229,7 +230,7 @@ def up(foreground: bool, start_timeout: int, keep_unverified: bool, as_json: boo
         try:
             made = _plan_to_start(options)
         except PreflightRefused as exc:
-            lifecycle.show(exc.findings, step)
+            lifecycle.show(exc.findings[1:], step)  # the first one is what the error says
             raise
     if not lifecycle.weights_present(made):
         lifecycle.provide_weights(made, shown)

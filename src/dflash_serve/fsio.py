@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 
 def fsync_dir(path: Path) -> None:
     """Make a rename inside `path` durable."""
@@ -58,6 +56,8 @@ def locked(path: Path, *, timeout: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: someone else holds it after `timeout` seconds (negative: wait for ever).
     """
+    from filelock import FileLock, Timeout
+
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(str(path), timeout=timeout)
     try:

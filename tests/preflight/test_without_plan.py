@@ -61,7 +61,7 @@ def test_up_shows_all_of_it_and_starts_nothing(tmp_path: Path) -> None:
         port = str(server.getsockname()[1])
         done = call(tmp_path, "driver-not-loaded", "up", RECIPE, "--port", port)
     assert done.returncode == 4
-    assert "[no-gpu]" in done.stderr
+    assert "needs NVIDIA GPUs" in done.stderr
     assert "[port-taken]" in done.stderr
     assert "(and 1 more)" in done.stderr
     assert not (tmp_path / "state" / "runs").exists()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from dflash_serve.hardware.host import ROOT, container_id
 from dflash_serve.hardware.model import GpuProcess
 
@@ -64,6 +62,8 @@ def identify(
 
 def program_of(pid: int) -> tuple[str | None, str | None]:
     """Program (with an interpreter's script or module) and user; None where it can't be seen."""
+    import psutil  # a plan for GPUs that nobody uses never gets here
+
     try:
         process = psutil.Process(pid)
         with process.oneshot():

@@ -6,8 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-from dflash_serve.image.identity import identity
-
 # A socket that isn't there answers at once; one that hangs must not hold up every plan.
 TIMEOUT_S = 3
 
@@ -21,6 +19,7 @@ def why_not(name: str) -> str:
     import docker.errors
 
     import docker
+    from dflash_serve.image.identity import identity
 
     image = identity(name)
     try:

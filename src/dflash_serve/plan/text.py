@@ -1,83 +1,120 @@
-"""A plan as a person reads it: decisions with reasons, the memory bar, overlays, patches, the command."""
+"""A plan as a person reads it: decisions with reasons, the memory bar, overlays, patches, the command.
+
+Plain text through click and not rich: printing a plan must not cost more than making it.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import click
 
 from dflash_serve.plan.model import MemoryBudget, Plan
 
 BAR_WIDTH = 56
-BAR_STYLES = ("cyan", "magenta", "yellow", "blue", "red", "white", "bright_black")
+BAR_COLORS = ("cyan", "magenta", "yellow", "blue", "red", "white", "bright_black")
 GIB = 2**30
+# The last column, reasons, gets what the others leave, and this much at least.
+MIN_REASON, MAX_COLUMN, GAP = 36, 44, 2
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: Plan) -> None:
     """Print a whole plan on stdout."""
-    out = console or Console(highlight=False)
-    gpus = ", ".join(f"{gpu.name} (cc {gpu.compute_capability})" for gpu in plan.hardware.gpus)
+    kinds = Counter(f"{gpu.name} (cc {gpu.compute_capability})" for gpu in plan.hardware.gpus)
+    gpus = ", ".join(f"{count}x {kind}" for kind, count in kinds.items())
     where = gpus or f"CPU, {plan.hardware.cpu_cores} cores, {plan.hardware.ram_bytes / GIB:.0f} GiB"
-    out.print(f"[bold]{plan.recipe}[/bold]  {plan.recipe_title}")
-    out.print(f"  on {where}{' (hypothetical)' if plan.hardware.hypothetical else ''}", markup=False)
-    out.print(
-        f"  engine {plan.engine.distribution} {plan.engine.vllm_version}, {plan.engine.runtime}: {plan.engine.reason}"
-    )
-    out.print(f"  target {_source(plan.target.repo, plan.target.revision, plan.target.served_from)}", markup=False)
+    click.echo(f"{click.style(plan.recipe, bold=True)}  {plan.recipe_title}")
+    click.echo(f"  on {where}{' (hypothetical)' if plan.hardware.hypothetical else ''}")
+    engine = plan.engine
+    click.echo(f"  engine {engine.distribution} {engine.vllm_version}, {engine.runtime}: {engine.reason}")
+    click.echo(f"  target {_source(plan.target.repo, plan.target.revision, plan.target.served_from)}")
     if plan.drafter:
         drafter = plan.drafter
         name = _source(drafter.repo, drafter.revision, drafter.served_from)
-        out.print(f"  drafter {name}, {drafter.method}, {drafter.num_speculative_tokens} draft tokens", markup=False)
+        click.echo(f"  drafter {name}, {drafter.method}, {drafter.num_speculative_tokens} draft tokens")
     else:
-        out.print("  no drafter")
-    table = Table(title="Shape", title_justify="left", show_edge=False, pad_edge=False, box=None)
-    for heading in ("value", "", "by", "because"):
-        table.add_column(heading, overflow="fold")
-    for key, decision in plan.shape.items():
-        table.add_row(key, _plain(decision.value), decision.source, decision.reason)
-    out.print(table)
+        click.echo("  no drafter")
+    rows = [(key, _plain(chosen.value), chosen.source, chosen.reason) for key, chosen in plan.shape.items()]
+    click.echo("Shape")
+    for line in table(("value", "", "by", "because"), rows, _width()):
+        click.echo(line)
     if plan.memory:
-        print_memory(plan.memory, out)
+        print_memory(plan.memory)
     for overlay in plan.overlays:
-        mark = "needed" if overlay.needed else "not needed"
-        out.print(f"overlay {overlay.kind}: {mark}, {overlay.reason}", markup=False)
+        click.echo(f"overlay {overlay.kind}: {'needed' if overlay.needed else 'not needed'}, {overlay.reason}")
     for patch in plan.patches:
-        out.print(f"patch {patch.id}: {patch.outcome}, {patch.reason}", markup=False)
+        click.echo(f"patch {patch.id}: {patch.outcome}, {patch.reason}")
     for finding in plan.findings:
-        out.print("\n".join(finding.lines()), markup=False)
+        click.echo("\n".join(finding.lines()))
     for key, value in sorted(plan.environment.items()):
-        out.print(f"{key}={shlex.quote(value)} \\", markup=False, soft_wrap=True)
-    out.print(shlex.join(["python", *plan.engine.entry, *plan.argv]), markup=False, soft_wrap=True)
-    out.print(f"plan {plan.digest}", style="dim")
+        click.echo(f"{key}={shlex.quote(value)} \\")
+    click.echo(shlex.join(["python", *engine.entry, *plan.argv]))
+    click.echo(click.style(f"plan {plan.digest}", dim=True))
 
 
-def print_memory(memory: MemoryBudget, console: Console) -> None:
+def print_memory(memory: MemoryBudget) -> None:
     """Where one GPU's memory goes: a bar, its legend, and the pool."""
     bar, legend, used = "", [], 0
     for number, part in enumerate(memory.parts):
-        style = BAR_STYLES[number % len(BAR_STYLES)]
+        color = BAR_COLORS[number % len(BAR_COLORS)]
         # Cells by the running total, so that rounding never makes the bar longer than the memory.
         cells = round((used + part.bytes) / memory.gpu_bytes * BAR_WIDTH) - round(used / memory.gpu_bytes * BAR_WIDTH)
         used += part.bytes
-        bar += f"[{style}]{'█' * cells}[/{style}]"
-        legend.append(f"[{style}]■[/{style}] {part.name} {part.bytes / GIB:.2f}")
-    console.print(f"Memory of one GPU, GiB of {memory.gpu_bytes / GIB:.2f}")
-    console.print(f"  {bar}")
-    console.print("  " + "  ".join(legend))
-    console.print(f"  KV pool {memory.kv_pool_tokens:,} tokens, {memory.full_windows:.2f} whole windows")
+        bar += click.style("█" * cells, fg=color)
+        legend.append((color, f"{part.name} {part.bytes / GIB:.2f}"))
+    click.echo(f"Memory of one GPU, GiB of {memory.gpu_bytes / GIB:.2f}")
+    click.echo(f"  {bar}")
+    for line in _flow(legend, _width() - GAP):
+        click.echo("  " + line)
+    click.echo(f"  KV pool {memory.kv_pool_tokens:,} tokens, {memory.full_windows:.2f} whole windows")
 
 
 def print_differences(left: str, right: str, rows: list[tuple[str, Any, Any]]) -> None:
     """A table of the keys in which two plans differ."""
-    table = Table(show_edge=False, box=None)
-    for heading in ("key", left, right):
-        table.add_column(heading, overflow="fold")
-    for key, a, b in rows:
-        table.add_row(key, _plain(a), _plain(b))
-    Console(highlight=False).print(table if rows else "the plans are the same")
+    if not rows:
+        click.echo("the plans are the same")
+        return
+    for line in table(("key", left, right), [(key, _plain(a), _plain(b)) for key, a, b in rows], _width()):
+        click.echo(line)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """Lines of a table whose last column is wrapped into what `width` leaves; the others are folded when too long."""
+    last = len(headings) - 1
+    sizes = [min(max(len(row[i]) for row in (headings, *rows)), MAX_COLUMN) for i in range(last)]
+    sizes.append(max(width - sum(sizes) - GAP * last, MIN_REASON))
+    for number, row in enumerate((headings, *rows)):
+        cells = [textwrap.wrap(text, size) or [""] for text, size in zip(row, sizes, strict=True)]
+        for height in range(max(map(len, cells))):
+            parts = [
+                (cell[height] if height < len(cell) else "").ljust(size)
+                for cell, size in zip(cells, sizes, strict=True)
+            ]
+            line = (" " * GAP).join(parts).rstrip()
+            yield click.style(line, bold=True) if number == 0 else line
+
+
+def _flow(items: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
+    """Legend entries, as many a line as fit."""
+    line, length = "", 0
+    for color, text in items:
+        size = len(text) + 4
+        if length and length + size > width:
+            yield line.rstrip()
+            line, length = "", 0
+        line += f"{click.style('■', fg=color)} {text}  "
+        length += size
+    yield line.rstrip()
+
+
+def _width() -> int:
+    return max(shutil.get_terminal_size((110, 24)).columns, 60)
 
 
 def _source(repo: str | None, revision: str | None, served_from: str) -> str:
