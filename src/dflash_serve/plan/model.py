@@ -145,6 +145,16 @@ class ContainerChoice(Part):
     stop_seconds: int
 
 
+class GpuRef(Part):
+    """One GPU of the plan. Memory in bytes."""
+
+    index: int
+    name: str
+    uuid: str | None = None
+    compute_capability: str
+    memory_bytes: int | None = None
+
+
 class Hardware(Part):
     """What the plan stands on.
 
@@ -157,16 +167,6 @@ class Hardware(Part):
     ram_bytes: int
     gpus: tuple[GpuRef, ...] = ()
     hypothetical: bool = False
-
-
-class GpuRef(Part):
-    """One GPU of the plan. Memory in bytes."""
-
-    index: int
-    name: str
-    uuid: str | None = None
-    compute_capability: str
-    memory_bytes: int | None = None
 
 
 class Server(Part):
@@ -253,9 +253,6 @@ class Plan(Part):
                 where=f"{path}: {key}",
                 fix="make it anew: dflash-serve plan NAME --json",
             ) from None
-
-
-Hardware.model_rebuild()
 
 
 def differences(left: Plan, right: Plan) -> list[tuple[str, Any, Any]]:
