@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.observe.doctor import Diagnosis, Doctor, Verdict, diagnose
@@ -187,6 +187,7 @@ def test_any_bytes_give_a_diagnosis(log: bytes, code: int, kernel: bytes) -> Non
     assert found.lines <= log.count(b"\n") + kernel.count(b"\n") + 2
 
 
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 3 * 2**20), st.sampled_from(["A" * 5_000_000, "line\n" * 300_000]))
 def test_lines_are_counted_over_pieces(size: int, filler: str) -> None:
     """The error stands at its own line, wherever the file is cut into pieces."""

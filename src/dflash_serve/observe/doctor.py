@@ -24,10 +24,13 @@ _ROLES = list(Role)
 _LEVELS = [doctor_lines.INFO, doctor_lines.WARNING, doctor_lines.ERROR]
 # A kernel log reaches back to the boot: what the server says of these outranks it.
 _NOT_THE_KERNELS = {"configuration", "checkpoint", "drafter", "build", "container"}
-_BOOT, _READY, _STOPPING = "non-default args: ", "Application startup complete", "[shutdown]"
-_MARKERS = tuple(marker.encode() for marker in (_BOOT, _READY, _STOPPING))
+_BOOT, _READY, _STOPPING = "non-default args: ", "Application startup complete", ("[shutdown]", "Shutting down")
+_MARKERS = tuple(marker.encode() for marker in (_BOOT, _READY, *_STOPPING))
 _ERROR = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?::| \[|$)")
-_OTHER_ERROR = re.compile(r"^(?:\S+: )?(?:[Ee]rror|fatal|FATAL|Error response from daemon): \S")
+_OTHER_ERROR = re.compile(
+    r"^(?:[\w./ -]{1,60}: )?(?:[Ee]rror|fatal|FATAL|Error response from daemon): \S"
+    r"|^nvidia-container-cli: [\w ]*error: "
+)
 _NO_ERROR = re.compile(
     r"^(?:KeyboardInterrupt|SystemExit|\S*CancelledError)|See (?:root cause|stack trace)|'NoneType'.*terminate"
 )

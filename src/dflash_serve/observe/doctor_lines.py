@@ -24,7 +24,7 @@ _OUTER = re.compile(
     r"(?:std(?:out|err) [FP] )?"  # Kubernetes
 )
 _PROCESS = re.compile(r"^(?:\([\w .-]+?(?: pid=\d+)?(?:, ip=[\w.:]+)?\) ?)+")
-_LEVEL = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)(?::\s+|\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)")
+_LEVEL = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)(?::\s+|\s+\d\d-\d\d \d\d:\d\d:\d\d \[?[^\]\s]*\] ?)")
 _GLOG = re.compile(r"^(?:\[rank\d+\]: ?)?\[?([WIEF])\d{4} \d\d:\d\d:\d\d[^\]]*\] ?")
 _WARNING = re.compile(r"^\S+:\d+: (?:\w+\.)*\w*Warning: ")
 _LEVELS = {"DEBUG": INFO, "INFO": INFO, "I": INFO, "WARNING": WARNING, "W": WARNING}

@@ -36,7 +36,7 @@ _TOKENS = (
     # Whole tokens that are known by their shape.
     (
         re.compile(
-            r"\b(?:hf_|sk-|ghp_|gho_|ghs_|ghu_|github_pat_|glpat-|xox[a-z]-|nvapi-|AKIA|AIza|npm_|pypi-)[\w.-]{8,}"
+            r"\b(?:hf_|sk-|ghp_|gho_|ghs_|ghu_|github_pat_|glpat-|xox[a-z]-|nvapi-|AKIA|AIza|npm_|pypi-)[\w-]{14,}"
         ),
         "<token>",
     ),
@@ -76,7 +76,7 @@ _IPV4 = re.compile(r"(?<![\w.])(?<!==)\d{1,3}(?:\.\d{1,3}){3}(?![\w]|\.\d)")
 _IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?:%\w+)?(?![\w:])")
 _MAC = re.compile(r"(?<![\w:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![\w:])")
 _GPU_ID = re.compile(r"\b((?:GPU|MIG)-)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
-_RANDOM = re.compile(r"(?<![\w/+.-])[A-Za-z0-9_-]{32,}(?![\w/.-])")
+_RANDOM = re.compile(r"(?<![\w/+.-])(?!_Z)[A-Za-z0-9_-]{32,}(?![\w/.-])")
 _HOST = re.compile(
     r"(?i)(\b(?:host|hostname|nodename|node|master_addr|mq_connect_ip)[\"']?\s*[=:]\s*[\"']?)(?!<)"
     r"(?=[\w.-]*[A-Za-z])[\w-]+(?:\.[\w-]+)+"
@@ -151,7 +151,7 @@ def _address(match: re.Match[str]) -> str:
 
 
 def _random(match: re.Match[str]) -> str:
-    """A long word with digits and letters of both cases is a key; names and hexadecimal hashes are not."""
+    """A long word with digits and letters of both cases is a key; names, C++ symbols and hexadecimal hashes are not."""
     text = match[0]
     digits = sum(char.isdigit() for char in text)
     mixed = any(char.islower() for char in text) and any(char.isupper() for char in text)
