@@ -80,6 +80,26 @@ def test_turing_serves_without_the_drafter_and_says_why() -> None:
     assert shape_of(LONG, "2xrtx8000")["kv_cache_dtype"] == "float16"
 
 
+def test_a_recipes_bfloat16_becomes_float16_where_there_is_none() -> None:
+    shape = shape_of("qwen3.8-27b-int4-autoround-w4a16-draft", "2xrtx8000")
+    assert shape["dtype"] == "float16"
+    assert "which the recipe asks for" in shape.values["dtype"].reason
+    assert shape["drafter"] == "none"  # it would draft NaN
+    assert not shape.refused
+    insisted = shape_of("qwen3.8-27b-int4-autoround-w4a16-draft", "2xrtx8000", overrides={"dtype": "bfloat16"})
+    assert insisted.refused
+    assert "dtype" in ids(insisted)
+
+
+def test_a_fixed_pool_without_head_room_names_the_pool_that_has_it() -> None:
+    overrides = {"kv_cache_gib": "5.2", "text_only": "true", "window": "32768", "max_num_seqs": "1"}
+    shape = shape_of("qwen3.8-27b-int4-autoround-w4a16-draft", "1x3090", overrides=overrides)
+    (found,) = [finding for finding in shape.findings if finding.id == "head-room"]
+    assert found.fix.startswith("kv_cache_gib: ")
+    smaller = {**overrides, "kv_cache_gib": found.fix.split()[1], "window": "8192"}
+    assert "head-room" not in ids(shape_of("qwen3.8-27b-int4-autoround-w4a16-draft", "1x3090", overrides=smaller))
+
+
 def test_volta_is_refused_with_the_image_that_serves_it() -> None:
     shape = shape_of(FP8, "4xv100")
     assert "architecture" in ids(shape)

@@ -30,11 +30,11 @@ def advice(
         alternatives: KV choices that would be tried if none had been asked for.
     """
     options = list(_options(chosen, base, space, sizing, alternatives))
-    fix = "; or ".join(options[:3]) if options else "no change of the shape fits: use a smaller checkpoint or more GPUs"
+    none = "no change of the shape fits: use a smaller checkpoint or more GPUs"
     out, done = [], False
     for finding in found:
         if not done and finding.id in ("does-not-fit", "head-room"):
-            out.append(finding.model_copy(update={"fix": fix}))
+            out.append(finding.model_copy(update={"fix": "; or ".join(options[:3]) or finding.fix or none}))
             done = True
         else:
             out.append(finding)

@@ -145,12 +145,14 @@ def _rules(recipe: Recipe, gpu: Machine) -> list[GpuOverride]:
 
 
 def _dtype(request: Request) -> Decision:
-    if wish := request.wishes.get("dtype"):
+    wish, row = request.wishes.get("dtype"), request.machine.architecture
+    # A recipe is written for any GPU; who sets the dtype for this one is told what is wrong with it.
+    if wish is not None and (row.bf16 or wish.value != "bfloat16" or wish.source == "set"):
         return wish
-    row = request.machine.architecture
     if row.bf16:
         return Decision("bfloat16", "target and drafter were trained in it")
-    return Decision("float16", f"{row.name} GPUs have no bfloat16")
+    asked = ", which the recipe asks for" if wish is not None else ""
+    return Decision("float16", f"{row.name} GPUs have no bfloat16{asked}")
 
 
 def _tensor_parallel(request: Request, draft: Drafting) -> Decision:

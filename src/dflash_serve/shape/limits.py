@@ -211,6 +211,13 @@ def precision(case: Case) -> Iterator[Finding]:
             "in float16 the bfloat16-trained drafter yields NaN and every draft is rejected (vllm#55250)",
             fix="serve bfloat16, or without a drafter: --set drafter=none",
         )
+    if case.shape.model_dtype == "bfloat16" and not case.architecture.bf16:
+        yield refuse(
+            "dtype",
+            f"{case.architecture.name} GPUs have no bfloat16, and vLLM does not start with it there",
+            where="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/platforms/cuda.py#L651",
+            fix="--set dtype=float16",
+        )
     if reason := case.architecture.weight_note(mlp_format(case.target)):
         what = f"{mlp_format(case.target)} weights: {reason}"
         fix = "an int4 checkpoint is the better choice here" if "fp4" in mlp_format(case.target) else ""
@@ -262,11 +269,14 @@ def memory(case: Case, budget: MemoryBudget) -> Iterator[Finding]:
             fix=f"max_num_seqs: {max(1, short)}",
         )
     if budget.head_room < budget.head_room_needed:
+        missing = budget.head_room_needed - budget.head_room
+        pool = max(0, (case.shape.kv_cache_bytes or 0) - missing) / GIB
+        lower = f"kv_cache_gib: {int(pool * 10) / 10:g}" if case.shape.kv_cache_bytes else ""
         yield refuse(
             "head-room",
             f"utilization {case.shape.utilization} leaves {budget.head_room / GIB:.1f} GiB to the running server; "
             f"a long prefill or prompt_logprobs takes {budget.head_room_needed / GIB:.1f}",
-            fix=f"gpu_memory_utilization: {safe_utilization(budget):.2f} or lower",
+            fix=f"{lower or f'gpu_memory_utilization: {safe_utilization(budget):.2f}'} or lower",
         )
     for text in budget.notes:
         yield note("kv-page-padding", text)
