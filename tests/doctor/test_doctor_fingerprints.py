@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,9 @@ def test_roles_say_what_the_report_shows() -> None:
     roles = {known.role for known in fingerprints()}
     assert roles == set(Role) - {Role.UNKNOWN}
     assert by_id()["engine-killed"].role is Role.CONSEQUENCE
+
+
+def test_the_page_about_them_is_current() -> None:
+    script = HERE.parents[1] / "scripts" / "make_fingerprints_doc.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

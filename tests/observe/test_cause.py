@@ -37,7 +37,16 @@ def test_an_unknown_failure_is_shown_by_its_own_line() -> None:
 
 
 def test_a_log_without_an_error_says_so() -> None:
-    assert "killed from outside" in cause_in("INFO all fine\n").text
+    cause = cause_in("INFO all fine\n")
+    assert "killed from outside" in cause.text
+    assert "dflash-serve doctor" in cause.fix
+
+
+def test_an_exit_code_speaks_when_the_log_does_not(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("INFO all fine\n")
+    assert cause_of(log, -11).fingerprint == "segfault"
+    assert cause_of(log, 1).fingerprint is None
 
 
 def test_a_missing_log_is_no_traceback(tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ class Doctor:
             for raw in raws:
                 number += 1
                 if not doctor_lines.is_info(raw):
+                    if doctor_lines.is_frame(raw):
+                        continue
                     line = doctor_lines.parse(number, raw)
                     if kernel or self._is_new(line.text):
                         lines.append(line)

@@ -77,6 +77,14 @@ def is_info(raw: bytes) -> bool:
     return at >= 0 and raw.find(b"ERROR", 0, at) < 0 and raw.find(b"WARNING", 0, at) < 0
 
 
+def is_frame(raw: bytes) -> bool:
+    """Whether a line is part of a traceback's frames; most lines of a log full of errors are, and none is evidence."""
+    if raw.startswith((b"    ", b'  File "')):
+        return True
+    at = raw.find(b"] ", 0, HEAD_BYTES) + 2
+    return at > 1 and raw.startswith((b"    ", b'  File "'), at)
+
+
 def chunks(handle: BinaryIO) -> Iterator[list[bytes]]:
     """Lines of a binary file, without their ends, in lists of about a megabyte. Overlong lines lose their middle."""
     rest = b""
