@@ -45,6 +45,8 @@ LAZY = {
     "doctor": ("dflash_serve.doctor_command", "doctor"),
     "verify": ("dflash_serve.verify.commands", "verify"),
     "metrics": ("dflash_serve.observe_commands", "metrics"),
+    "top": ("dflash_serve.live_commands", "top"),
+    "dashboard": ("dflash_serve.live_commands", "dashboard"),
 }
 
 

@@ -44,7 +44,7 @@ def check_command(
 
     Without a source: the server that runs here. Cron: dflash-serve metrics check >/dev/null || mail ...
     """
-    source = source or _served()
+    source = source or served()
     key = key_file.read_text().strip() if key_file else None
     if watch and earlier:
         raise UsageError("--watch reads twice itself", fix="leave --earlier out")
@@ -56,7 +56,7 @@ def check_command(
         seconds = time.monotonic() - started
     now = _read(source, key)
     recent = now.since(before) if before else None
-    reading = Reading(now, recent, seconds, _expected(recipe))
+    reading = Reading(now, recent, seconds, expected(recipe))
     findings = check(reading)
     if baseline:
         findings += regression(now, _read(baseline, key))
@@ -144,7 +144,7 @@ def _read(source: str, key: str | None) -> Snapshot:
         raise MetricsError(f"{source} is no text") from None
 
 
-def _served() -> str:
+def served() -> str:
     from dflash_serve.runs import LIVE
     from dflash_serve.runtime import state
 
@@ -154,7 +154,7 @@ def _served() -> str:
     raise UsageError("nothing is served here", fix="name a URL or a file: dflash-serve metrics check URL")
 
 
-def _expected(name: str | None) -> Expected:
+def expected(name: str | None) -> Expected:
     if name is None:
         return Expected()
     from dflash_serve.recipe import catalogue
