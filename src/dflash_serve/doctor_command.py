@@ -24,6 +24,7 @@ from dflash_serve.observe import bundle, redact
 from dflash_serve.observe.doctor import Diagnosis, Doctor, Found, Verdict
 from dflash_serve.observe.fingerprints import Role
 from dflash_serve.runtime import state
+from dflash_serve.runtime.backend import log_of
 from dflash_serve.runtime.state import Run, RunState
 
 BUNDLES_KEPT = 10
@@ -189,7 +190,7 @@ def _subject(name: str | None) -> Iterator[Subject]:
             raise UsageError("nothing was started here", fix="dflash-serve doctor LOGFILE")
     if run is None:
         raise UsageError(f"there is no log file and no server called {name}", fix="dflash-serve status")
-    if not run.log_file.is_file():
+    if not log_of(run).is_file():
         raise UsageError(f"{run.recipe} has no log", where=str(run.log_file))
     yield Subject(run.log_file, run)
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dflash_serve.errors import StartFailed, UsageError
+from dflash_serve.errors import StartFailed
 from dflash_serve.observe import metrics
 from dflash_serve.observe.cause import cause_of
-from dflash_serve.plan.model import Plan
 from dflash_serve.runtime import state
 from dflash_serve.runtime.backend import of
 from dflash_serve.runtime.phases import PhaseTracker
@@ -145,17 +144,3 @@ def down(run: Run, *, grace: float) -> list[int]:
     if live:
         run.having(state=RunState.STOPPED, cause=None)
     return killed
-
-
-def planned_run(name: str) -> tuple[Run, Plan]:
-    """The run of that recipe with the plan it was started from.
-
-    Raises:
-        UsageError: it was never started.
-    """
-    run = state.load(name)
-    if run is None:
-        raise UsageError(f"{name} was never started here", fix=f"./start.sh {name}")
-    if run.state in LIVE:
-        of(run).sync_log(run)
-    return run, Plan.load(run.plan_file)

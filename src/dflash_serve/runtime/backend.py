@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from dflash_serve.errors import StartFailed
 from dflash_serve.runtime.state import Run
 
 
@@ -71,3 +73,10 @@ def of(run: Run) -> Backend:
     from dflash_serve.runtime import native
 
     return native
+
+
+def log_of(run: Run) -> Path:
+    """The run's log, brought up to date where its back end answers."""
+    with suppress(StartFailed):
+        of(run).sync_log(run)
+    return run.log_file
