@@ -89,6 +89,7 @@ class Client:
         self._session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
         if key is None and key_file is not None and key_file.is_file():
             key = key_file.read_text().strip()
+        self.key = key
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
 

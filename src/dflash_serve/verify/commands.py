@@ -13,16 +13,24 @@ from dflash_serve.errors import ExitCode, UsageError
 from dflash_serve.fsio import atomic_write
 from dflash_serve.plan.model import Plan
 from dflash_serve.progress import for_terminal
-from dflash_serve.runtime import state
+from dflash_serve.runtime import native, state
+from dflash_serve.verify import evaluate, telemetry
+from dflash_serve.verify.checks import Made
 from dflash_serve.verify.client import Client
-from dflash_serve.verify.model import Abilities, Level, Subject
+from dflash_serve.verify.model import Abilities, Check, Level, Subject
 from dflash_serve.verify.report import Report, examine, has_vision, keep, subject_of
+from dflash_serve.verify.soak import seconds_of
+from dflash_serve.verify.soak import soak as run_soak
 
 
 @click.command()
 @click.argument("server", metavar="[NAME|URL]", required=False)
 @click.option("--quick", "level", flag_value="quick", default="quick", help="What ends every `up` (the default).")
 @click.option("--full", "level", flag_value="full", help="More: every depth of the window, perplexity, all streams.")
+@click.option("--soak", metavar="1h", help="Then mixed load for that long, with a verdict.")
+@click.option("--eval", "tasks", metavar="TASK,TASK", help="Then accuracy on these tasks; `none` for none.")
+@click.option("--eval-limit", type=click.IntRange(1), metavar="N", help="The first N questions of each task.")
+@click.option("--beside", metavar="URL", help="Ask this server the same: the target without its drafter.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 @click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a one-page report.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="The server's API key; else VLLM_API_KEY.")
@@ -33,6 +41,10 @@ from dflash_serve.verify.report import Report, examine, has_vision, keep, subjec
 def verify(
     server: str | None,
     level: str,
+    soak: str | None,
+    tasks: str | None,
+    eval_limit: int | None,
+    beside: str | None,
     as_json: bool,
     page: Path | None,
     key_file: Path | None,
@@ -47,8 +59,11 @@ def verify(
     Examples:
       dflash-serve verify                       the server that runs here
       dflash-serve verify tiny --full --html report.html
+      dflash-serve verify tiny --soak 20m
+      dflash-serve verify NAME --eval gsm8k_cot_lite --eval-limit 50
       dflash-serve verify http://10.0.0.5:8000 --key-file key --plan plan.json
     """
+    run: state.Run | None = None
     if server is not None and server.startswith(("http://", "https://")):
         subject = remote(server, Level(level), key_file, model, plan_file, log_file, metrics_url)
     else:
@@ -56,15 +71,60 @@ def verify(
             raise UsageError("--plan, --log, --metrics-url, --model and --key-file go with a URL")
         run = known(server)
         subject = subject_of(run, Plan.load(run.plan_file), level=Level(level))
+    seconds = seconds_of(soak) if soak else None
+    asked = wanted_tasks(tasks, subject)
     recipe = subject.plan.recipe if subject.plan else subject.client.model
+    more: list[Made] = []
     with for_terminal().step(f"verifying {subject.client.url} ({level})") as step:
-        report = examine(subject, step, recipe=recipe)
+        if asked:
+            more.append(lambda subject: evaluation(subject, recipe, asked, eval_limit, beside))
+        if seconds:
+            pids = None if run is None else (lambda: [process.pid for process in native.members(run)])
+            more.append(lambda subject: run_soak(subject, seconds, step, pids=pids))
+        report = examine(subject, step, recipe=recipe, more=more)
     if report.passed and subject.plan is not None:
         keep(recipe, report)
     if page is not None:
         write_page(report, page)
     show(report, as_json=as_json)
     sys.exit(ExitCode.DONE if report.passed else ExitCode.VERIFY_FAILED)
+
+
+def wanted_tasks(text: str | None, subject: Subject) -> tuple[str, ...]:
+    """Tasks to evaluate: the ones that are named; without a word the usual ones, for `--full` of an instructed model.
+
+    Raises:
+        UsageError: there is no such task.
+    """
+    if text is None:
+        return evaluate.DEFAULT_TASKS if subject.full and subject.abilities.reasoning else ()
+    names = tuple(name.strip() for name in text.split(",") if name.strip() not in ("", "none"))
+    if unknown := sorted(set(names) - set(evaluate.known_tasks())):
+        raise UsageError(f"no task named {unknown[0]}", fix=f"there are {', '.join(evaluate.known_tasks())}")
+    return names
+
+
+def evaluation(
+    subject: Subject, recipe: str, tasks: tuple[str, ...], limit: int | None, beside: str | None
+) -> list[Check]:
+    """Accuracy here, beside the other server's: one that is named, else what was kept of this recipe."""
+    streams = subject.expectations.max_num_seqs or 4
+    drafter = telemetry.scrape(subject).speculative
+    client = subject.client
+
+    def asked(url: str, *, drafter: bool) -> evaluate.Evaluation:
+        return evaluate.evaluate(
+            url, client.model, client.key, tasks, drafter=drafter, limit=limit, streams=min(64, streams)
+        )
+
+    mine = asked(client.url, drafter=drafter)
+    if subject.plan is not None:
+        atomic_write(evaluate.kept(recipe, drafter=drafter), mine.model_dump_json() + "\n")
+    if beside:
+        other: evaluate.Evaluation | None = asked(beside.rstrip("/").removesuffix("/v1"), drafter=not drafter)
+    else:
+        other = evaluate.load(evaluate.kept(recipe, drafter=not drafter)) if subject.plan else None
+    return evaluate.compare(mine, other)
 
 
 def write_page(report: Report, target: Path) -> None:

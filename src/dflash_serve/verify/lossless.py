@@ -31,7 +31,6 @@ class Mismatch:
     prompt: int
     position: int
     token: int
-    rank: int
     margin: float
 
 
@@ -67,8 +66,8 @@ def lossless(subject: Subject) -> list[Check]:
         failed(
             "lossless",
             f"{len(found)} of {tokens} greedy tokens are not the target's: prompt:position {places}",
-            where=f"token {first.token} at {first.prompt}:{first.position} has rank {first.rank}, "
-            f"{first.margin:.2f} nats behind (margin {margin:.3f})",
+            where=f"token {first.token} at {first.prompt}:{first.position} is {first.margin:.2f} nats behind the "
+            f"target's choice (margin {margin:.3f})",
             fix="verification is broken: serve with --no-drafter, and report it",
             figures=figures,
             series={"mismatch_positions": tuple(float(m.position) for m in found)},
@@ -84,7 +83,7 @@ def mismatches(prompt: int, scores: Sequence[TokenScore], margin: float) -> list
     for position, row in enumerate(scores):
         behind = row.margin
         if math.isnan(behind) or (row.rank != 1 and behind > margin):
-            out.append(Mismatch(prompt, position, row.token, row.rank, behind))
+            out.append(Mismatch(prompt, position, row.token, behind))
     return out
 
 

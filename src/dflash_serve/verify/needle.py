@@ -9,9 +9,9 @@ from dflash_serve.verify import telemetry
 from dflash_serve.verify.model import Check, Subject, failed, passed
 from dflash_serve.verify.texts import of_length
 
-# Shares of the window, then depths at the longest; room is left for the question and the answer.
-LENGTHS, DEPTHS = (0.125, 0.25, 0.5, 0.9), (0.05, 0.5, 0.95)
-ANSWER_TOKENS = 48
+# Shares of the window less the room for fact, question and answer; then depths at the longest.
+LENGTHS, DEPTHS = (0.125, 0.25, 0.5, 1.0), (0.05, 0.5, 0.95)
+ANSWER_TOKENS, THINKING_TOKENS, QUESTION_TOKENS = 48, 2048, 256
 FEWEST_DRAFTS, KEPT_ACCEPTANCE = 10, 0.6
 
 
@@ -29,7 +29,7 @@ class Dig:
 def needle(subject: Subject) -> list[Check]:
     """Prompts of growing length with the fact in the middle, then the longest one with it early and late."""
     places = [(share, 0.5) for share in LENGTHS] + [(LENGTHS[-1], depth) for depth in DEPTHS if depth != 0.5]
-    room = 4 * ANSWER_TOKENS
+    room = QUESTION_TOKENS + (THINKING_TOKENS if subject.abilities.reasoning else ANSWER_TOKENS)
     digs = [_dig(subject, int((subject.window - room) * share), depth) for share, depth in places]
     return [_found(subject, digs), *_falling(digs)]
 
@@ -44,7 +44,9 @@ def _dig(subject: Subject, tokens: int, depth: float) -> Dig:
     question = "\n# What is the vault number? Answer with the number alone.\n"
     before = telemetry.scrape(subject)
     if subject.abilities.reasoning:
-        answer = subject.client.chat(text[:cut] + fact + text[cut:] + question, max_tokens=2048, temperature=0)
+        answer = subject.client.chat(
+            text[:cut] + fact + text[cut:] + question, max_tokens=THINKING_TOKENS, temperature=0
+        )
     else:
         ending = f"{question}print(VAULT_NUMBER)  # prints "
         answer = subject.client.complete(

@@ -93,3 +93,11 @@ def _charts(report: Report) -> Iterator[tuple[str, str]]:
         if depth.get("acceptance_length"):
             length = [depth["acceptance_length"][i] for i in order]
             yield "Acceptance by prompt length", svg.lines(x, {"length": length}, unit="tokens", along="prompt tokens")
+    if check := by_id.get("soak"):
+        at = check.series["at_s"]
+        yield (
+            "Acceptance under load",
+            svg.lines(at[1:], {"length": check.series["acceptance_length"][1:]}, unit="tokens", along="s"),
+        )
+        if any(check.series["memory_gib"]):
+            yield "Memory under load", svg.lines(at, {"GiB": check.series["memory_gib"]}, unit="GiB", along="s")

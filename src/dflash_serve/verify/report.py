@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -14,6 +14,7 @@ from dflash_serve.errors import DFlashError, VerifyFailed
 from dflash_serve.fsio import atomic_write
 from dflash_serve.plan.model import Plan
 from dflash_serve.progress import Step
+from dflash_serve.runtime.backend import of
 from dflash_serve.runtime.state import Run
 from dflash_serve.verify import checks as registry
 from dflash_serve.verify.checks import Made
@@ -66,10 +67,11 @@ def verify(run: Run, plan: Plan, step: Step, *, level: Level = Level.QUICK) -> R
 
 
 def subject_of(run: Run, plan: Plan, *, level: Level = Level.QUICK) -> Subject:
-    """What is verified of a run."""
+    """What is verified of a run. A container's log is brought up to date first."""
     try:
+        of(run).sync_log(run)
         log = run.log_file.read_text(errors="replace")
-    except OSError:
+    except (OSError, DFlashError):
         log = ""
     return Subject(
         client=Client(run.url, run.served_model_name, Path(run.key_file)),
@@ -82,13 +84,13 @@ def subject_of(run: Run, plan: Plan, *, level: Level = Level.QUICK) -> Subject:
     )
 
 
-def examine(subject: Subject, step: Step, *, recipe: str) -> Report:
-    """Make the checks of the subject's level."""
+def examine(subject: Subject, step: Step, *, recipe: str, more: Sequence[Made] = ()) -> Report:
+    """Make the checks of the subject's level, then `more`."""
     started = time.monotonic()
-    made = registry.of(subject.level)
+    made = (*registry.of(subject.level), *more)
     done: list[Check] = []
     for number, check in enumerate(made):
-        step.update(check.__name__.replace("_", " "), number / len(made))
+        step.update(_name(check).replace("-", " "), number / len(made))
         done += ask(check, subject)
     return Report(
         recipe=recipe,
@@ -110,10 +112,13 @@ def ask(check: Made, subject: Subject) -> list[Check]:
         found = check(subject)
     except DFlashError as exc:
         fix = exc.fix or "the server's log says more: dflash-serve logs"
-        name = check.__name__.replace("_", "-")
-        found = [Check(id=name, passed=False, detail=exc.what, where=exc.where, fix=fix)]
+        found = [Check(id=_name(check), passed=False, detail=exc.what, where=exc.where, fix=fix)]
     took = round(time.monotonic() - begun, 3)
     return [one.model_copy(update={"seconds": took}) for one in found]
+
+
+def _name(check: Made) -> str:
+    return "more" if check.__name__ == "<lambda>" else check.__name__.replace("_", "-")
 
 
 def has_vision(plan: Plan) -> bool | None:
