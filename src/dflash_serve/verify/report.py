@@ -14,6 +14,7 @@ from dflash_serve.errors import DFlashError, VerifyFailed
 from dflash_serve.fsio import atomic_write
 from dflash_serve.plan.model import Plan
 from dflash_serve.progress import Step
+from dflash_serve.runtime.backend import log_of
 from dflash_serve.runtime.state import Run
 from dflash_serve.verify import checks as registry
 from dflash_serve.verify.checks import Made
