@@ -101,6 +101,18 @@ def test_figures_of_the_other_half() -> None:
     assert found.right / found.failures >= 0.9
 
 
+@pytest.mark.parametrize(
+    ("name", "entries"), [("held out", HELD_OUT), ("patterns were written with", LABELLED)], ids=["held-out", "other"]
+)
+def test_the_documentation_states_these_figures(name: str, entries: list[dict[str, Any]]) -> None:
+    f = figures(entries)
+    row = (
+        f"| {name} | {f.excerpts} | {f.right} of {f.named} | {f.right} of {f.known} | {f.right} of {f.failures} "
+        f"| {f.false_alarms} of {f.healthy} |"
+    )
+    assert row in (HERE.parents[1] / "docs" / "doctor.md").read_text()
+
+
 @pytest.mark.parametrize("entry", LABELLED, ids=[entry["id"] for entry in LABELLED])
 def test_an_excerpt_is_named(entry: dict[str, Any]) -> None:
     found = diagnosed(entry)

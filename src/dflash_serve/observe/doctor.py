@@ -193,7 +193,11 @@ class Doctor:
         """What all of it says."""
         start = self._judged()
         failed_before = sum(earlier.failed() and not earlier.ready for earlier in self._starts[:-1])
-        found = [*start.hits.values(), *self._state]
+        # A line says more than the exit code that goes with it.
+        found = [
+            *start.hits.values(),
+            *(f for f in self._state if f.fingerprint and f.fingerprint.id not in start.hits),
+        ]
         of_log = any(f.fingerprint and f.role is Role.CAUSE and f.fingerprint.layer in _NOT_THE_KERNELS for f in found)
         found += self._kernel.values()
         if failed_before >= RESTARTS and not any(f.fingerprint is by_id()["restart-loop"] for f in found):
