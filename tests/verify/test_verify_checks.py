@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from dflash_serve.errors import DFlashError, UsageError, VerifyFailed
 from dflash_serve.plan.model import Plan
 from dflash_serve.progress import SilentProgress
 from dflash_serve.verify import boot, generation, telemetry
@@ -160,3 +161,58 @@ def test_full_asks_for_more(engine: FakeEngine) -> None:
     full = look(subject_of(engine, level=Level.FULL))
     assert full.passed, [c.lines() for c in full.failures]
     assert full.figures["rescored_tokens"] > quick.figures["rescored_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("server", "code", "says"),
+    [
+        ("http://127.0.0.1:1", 7, "no answer"),
+        ("http://", 2, "not a URL of a server"),
+        ("never-started", 2, "never-started was never started here"),
+    ],
+)
+def test_a_server_that_is_not_there_takes_three_lines(
+    server: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_SERVE_STATE", str(tmp_path))
+    done = CliRunner().invoke(command, [server])
+    assert isinstance(done.exception, DFlashError)
+    assert done.exception.exit_code == code
+    assert says in done.exception.what
+    assert len(done.exception.lines()) <= 3
+
+
+@pytest.mark.parametrize("arguments", [["--soak", "soon"], ["--eval", "nope"]])
+def test_bad_options_are_refused_before_any_request(
+    arguments: list[str], engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_SERVE_STATE", str(tmp_path))
+    done = CliRunner().invoke(command, [engine.url, "--model", "fake", *arguments])
+    assert isinstance(done.exception, UsageError)
+    assert engine.counts == {}
+
+
+def test_a_wrong_key_is_named(tmp_path: Path) -> None:
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.headers.get("Authorization") == "Bearer right" else 401)
+            self.end_headers()
+            self.wfile.write(b'{"data": []}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        with pytest.raises(VerifyFailed, match="refuses the key"):
+            Client(url, "m", key="wrong").models()
+        (tmp_path / "key").write_text("right\n")
+        assert Client(url, "m", tmp_path / "key").models() == []
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -93,6 +93,10 @@ class Client:
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
 
+    def patient(self, timeout: float) -> Client:
+        """The same server, waited for longer: a prompt of the whole window is prefilled without a byte in between."""
+        return Client(self.url, self.model, key=self.key, timeout=timeout)
+
     def get(self, path: str) -> Any:
         """JSON of a GET.
 

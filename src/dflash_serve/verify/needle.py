@@ -12,6 +12,8 @@ from dflash_serve.verify.texts import of_length
 # Shares of the window less the room for fact, question and answer; then depths at the longest.
 LENGTHS, DEPTHS = (0.125, 0.25, 0.5, 1.0), (0.05, 0.5, 0.95)
 ANSWER_TOKENS, THINKING_TOKENS, QUESTION_TOKENS = 48, 2048, 256
+# A window of half a million tokens at 150 tok/s.
+PREFILL_SECONDS = 3600.0
 FEWEST_DRAFTS, KEPT_ACCEPTANCE = 10, 0.6
 
 
@@ -42,14 +44,13 @@ def _dig(subject: Subject, tokens: int, depth: float) -> Dig:
     cut = text.find("\n\n", int(len(text) * depth)) + 2
     fact = f"# Remember: the vault number is {code}.\nVAULT_NUMBER = {code}\n\n"
     question = "\n# What is the vault number? Answer with the number alone.\n"
+    client = subject.client.patient(PREFILL_SECONDS)
     before = telemetry.scrape(subject)
     if subject.abilities.reasoning:
-        answer = subject.client.chat(
-            text[:cut] + fact + text[cut:] + question, max_tokens=THINKING_TOKENS, temperature=0
-        )
+        answer = client.chat(text[:cut] + fact + text[cut:] + question, max_tokens=THINKING_TOKENS, temperature=0)
     else:
         ending = f"{question}print(VAULT_NUMBER)  # prints "
-        answer = subject.client.complete(
+        answer = client.complete(
             text[:cut] + fact + text[cut:] + ending, max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True
         )
     seen = telemetry.scrape(subject).since(before)
