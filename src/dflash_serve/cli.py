@@ -125,6 +125,12 @@ def _plan_options(command: Any) -> Any:
     return command
 
 
+def _pins_option(command: Any) -> Any:
+    return click.option("--require-pins", is_flag=True, help="Refuse a checkpoint that no commit is pinned for.")(
+        command
+    )
+
+
 def _json_option(command: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")(command)
 
@@ -165,7 +171,7 @@ def _make_plan(
     )
 
 
-def _plan_to_start(options: dict[str, Any]) -> Plan:
+def _plan_to_start(options: dict[str, Any], *, require_pins: bool = False) -> Plan:
     """A plan for a start on this machine.
 
     Raises:
@@ -178,8 +184,8 @@ def _plan_to_start(options: dict[str, Any]) -> Plan:
             raise
         from dflash_serve.preflight.from_recipe import findings_without_plan
 
-        host, port, forced = options["host"], options["port"], options["forced"]
-        found = findings_without_plan(options["name"], exc.findings, host=host, port=port, forced=forced)
+        where = {key: options[key] for key in ("host", "port", "forced")}
+        found = findings_without_plan(options["name"], exc.findings, require_pins=require_pins, **where)
         raise PreflightRefused(found) from None
 
 
@@ -219,8 +225,11 @@ def plan(other: str | None, as_json: bool, **options: Any) -> None:
 @click.option("--foreground", is_flag=True, help="Stay attached; Ctrl-C stops the server.")
 @click.option("--start-timeout", type=click.IntRange(5), default=3600, show_default=True, metavar="SECONDS")
 @click.option("--keep-unverified", is_flag=True, help="Leave the server running when verification fails (exit 7).")
+@_pins_option
 @_json_option
-def up(foreground: bool, start_timeout: int, keep_unverified: bool, as_json: bool, **options: Any) -> None:
+def up(
+    foreground: bool, start_timeout: int, keep_unverified: bool, require_pins: bool, as_json: bool, **options: Any
+) -> None:
     """Plan, check, build, start and verify a recipe; leaves it running.
 
     \b
@@ -230,18 +239,30 @@ def up(foreground: bool, start_timeout: int, keep_unverified: bool, as_json: boo
       dflash-serve up tiny --foreground
     """
     from dflash_serve import lifecycle, progress, runs
+    from dflash_serve.shape.known import ConfigUnknown
 
     shown = progress.for_terminal()
+    made: Plan | None = None
     with shown.step(f"planning {options['name']}") as step:
         try:
-            made = _plan_to_start(options)
+            made = _plan_to_start(options, require_pins=require_pins)
         except PreflightRefused as exc:
             lifecycle.show(exc.findings[1:], step)  # the first one is what the error says
             raise
-    if not lifecycle.weights_present(made):
-        lifecycle.provide_weights(made, shown)
+        except ConfigUnknown as exc:
+            if options["gpu"] is not None:
+                raise
+            step.line(f"{exc.what}: it is fetched first")
+    if made is None:
+        where = {key: options[key] for key in ("host", "port", "forced")}
+        lifecycle.provide_unplanned(options["name"], shown, require_pins=require_pins, **where)
         made = _make_plan(**options)
-    served = lifecycle.up(made, shown, start_timeout=start_timeout, keep_unverified=keep_unverified)
+    elif not lifecycle.weights_present(made):
+        lifecycle.provide_weights(made, shown, require_pins=require_pins)
+        made = _make_plan(**options)
+    served = lifecycle.up(
+        made, shown, start_timeout=start_timeout, keep_unverified=keep_unverified, require_pins=require_pins
+    )
     if as_json:
         click.echo(json.dumps({**runs.observe(served.run), "report": served.report.model_dump()}, indent=2))
     else:
@@ -278,14 +299,17 @@ def _print_served(served: Served) -> None:
 
 @cli.command()
 @_plan_options
+@_pins_option
 @_json_option
-def preflight(as_json: bool, **options: Any) -> None:
+def preflight(require_pins: bool, as_json: bool, **options: Any) -> None:
     """Check this machine for a recipe; exit 0 when it could start, 4 when it could not."""
     from dflash_serve.findings import Severity
+    from dflash_serve.lifecycle import still_to_build
     from dflash_serve.preflight.runner import preflight as run_preflight
 
     try:
-        findings, locks = run_preflight(_plan_to_start(options))
+        made = _plan_to_start(options, require_pins=require_pins)
+        findings, locks = run_preflight(made, require_pins=require_pins, **still_to_build(made))
         locks.close()
     except PreflightRefused as exc:
         findings = list(exc.findings)

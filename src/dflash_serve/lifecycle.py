@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_serve import environment, paths
 from dflash_serve.checkpoint.config_reader import read_target
 from dflash_serve.checkpoint.fetch import FetchOptions, fetch_recipe
+from dflash_serve.environment.checks import size_of
 from dflash_serve.errors import BuildFailed, PreflightRefused, StartFailed, UsageError
 from dflash_serve.findings import Finding, Severity
 from dflash_serve.fsio import locked
@@ -17,6 +19,7 @@ from dflash_serve.hardware.lock import GpuLocks
 from dflash_serve.overlay.build import build
 from dflash_serve.overlay.spec import OverlaySpec
 from dflash_serve.plan.model import Plan
+from dflash_serve.preflight.from_recipe import findings_without_plan
 from dflash_serve.preflight.runner import preflight
 from dflash_serve.progress import Progress, Step
 from dflash_serve.recipe import catalogue
@@ -37,7 +40,14 @@ class Served:
     ready_seconds: float
 
 
-def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified: bool = False) -> Served:
+def up(
+    plan: Plan,
+    progress: Progress,
+    *,
+    start_timeout: float,
+    keep_unverified: bool = False,
+    require_pins: bool = False,
+) -> Served:
     """Preflight, engine, overlays, start, wait, verify. On any failure or interrupt nothing that it started runs on.
 
     Raises:
@@ -54,7 +64,7 @@ def up(plan: Plan, progress: Progress, *, start_timeout: float, keep_unverified:
                 f"another start of {plan.recipe} is under way", fix="wait for it: dflash-serve status"
             ) from None
         refuse_if_served(plan)
-        locks = check_machine(plan, progress)
+        locks = check_machine(plan, progress, require_pins=require_pins)
         stack.callback(locks.close)
         run = start(plan, locks, progress)
         backend = of(run)
@@ -123,19 +133,33 @@ def require_image(plan: Plan, progress: Progress) -> None:
         build_image(image, BuildOptions(), progress)
 
 
-def check_machine(plan: Plan, progress: Progress) -> GpuLocks:
+def check_machine(plan: Plan, progress: Progress, *, require_pins: bool = False) -> GpuLocks:
     """Run preflight and show what it found; returns the locks of the plan's GPUs.
+
+    Args:
+        require_pins: a checkpoint that no commit is pinned for is refused instead of warned about.
 
     Raises:
         PreflightRefused: with every finding.
     """
     with progress.step("preflight") as step:
-        findings, locks = preflight(plan)
+        findings, locks = preflight(plan, require_pins=require_pins, **still_to_build(plan))
         show(findings, step)
         if any(finding.severity is Severity.REFUSE for finding in findings):
             locks.close()
             raise PreflightRefused(findings)
     return locks
+
+
+def still_to_build(plan: Plan) -> dict[str, Any]:
+    """What the engine's environment still takes on disk, as preflight's context has it. An image's size isn't known."""
+    if plan.engine.runtime != "native" or plan.hardware.hypothetical:
+        return {}
+    spec = environment.spec_for(plan.engine.variant)
+    if environment.locate(spec) is not None:
+        return {}
+    needed = max(spec.facts.needed_bytes - size_of(spec.directory), 0)
+    return {"build_bytes": needed, "build_directory": spec.directory}
 
 
 def show(findings: Iterable[Finding], step: Step) -> None:
@@ -151,15 +175,31 @@ def weights_present(plan: Plan) -> bool:
     return plan.target.present and (plan.drafter is None or plan.drafter.present)
 
 
-def provide_weights(plan: Plan, progress: Progress) -> None:
+def provide_weights(plan: Plan, progress: Progress, *, require_pins: bool = False) -> None:
     """Fetch what is missing, after preflight said that the start would have a chance. The plan is made anew then.
 
     Raises:
         PreflightRefused, CheckpointError.
     """
     refuse_hypothetical(plan)
-    check_machine(plan, progress).close()
+    check_machine(plan, progress, require_pins=require_pins).close()
     fetch_recipe(catalogue.find(plan.recipe), FetchOptions(), progress)
+
+
+def provide_unplanned(
+    name: str, progress: Progress, *, host: str, port: int, forced: Sequence[str], require_pins: bool = False
+) -> None:
+    """Fetch the checkpoints of a recipe that cannot be planned before, since nobody knows their configs.
+
+    Raises:
+        PreflightRefused, CheckpointError.
+    """
+    with progress.step("preflight") as step:
+        found = findings_without_plan(name, [], host=host, port=port, forced=forced, require_pins=require_pins)
+        show(found, step)
+        if any(finding.severity is Severity.REFUSE for finding in found):
+            raise PreflightRefused(found)
+    fetch_recipe(catalogue.find(name), FetchOptions(), progress)
 
 
 def refuse_hypothetical(plan: Plan) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_machine import describe, inventory_of, library, playing
+from fake_machine import describe, inventory_of
 from hypothesis import given
 from hypothesis import strategies as st
+from machine_cli import Call
 
 from dflash_serve.errors import DFlashError, PreflightRefused, UsageError
 from dflash_serve.hardware.devices import choose_devices
 
 RECIPE = "qwen3.8-27b-nvfp4"
-RUN = "from dflash_serve.cli import main; main()"
 MIB = 2**20
 
 
@@ -37,22 +34,8 @@ def cut(*used_mib: int, whole: int = 0) -> dict[str, Any]:
     return data
 
 
-def call(tmp_path: Path, machine: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
-    with playing(machine) as description:
-        env = {
-            **os.environ,
-            "LD_LIBRARY_PATH": str(library().parent),
-            "FAKE_NVML_FILE": str(description),
-            "DFLASH_SERVE_STATE": str(tmp_path / "state"),
-            "HF_HOME": str(tmp_path / "hub"),
-        }
-        return subprocess.run(
-            [sys.executable, "-c", RUN, *arguments], env=env, capture_output=True, text=True, check=False
-        )
-
-
-def test_a_slice_is_planned_with_its_own_memory_and_uuid(tmp_path: Path) -> None:
-    done = call(tmp_path, cut(43, 30000), "plan", RECIPE, "--runtime", "native", "--json")
+def test_a_slice_is_planned_with_its_own_memory_and_uuid(call: Call) -> None:
+    done = call(cut(43, 30000), "plan", RECIPE, "--runtime", "native", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     (gpu,) = plan["hardware"]["gpus"]
@@ -63,10 +46,10 @@ def test_a_slice_is_planned_with_its_own_memory_and_uuid(tmp_path: Path) -> None
     assert any(f["id"] == "gpu-mig" and "MIG-0-0" in f["what"] for f in plan["findings"])
 
 
-def test_a_slice_by_uuid_passes_the_preflight_and_a_busy_one_does_not(tmp_path: Path) -> None:
+def test_a_slice_by_uuid_passes_the_preflight_and_a_busy_one_does_not(call: Call) -> None:
     machine = cut(43, 30000, whole=1)  # two GPUs, so that vLLM finds slice 1
     for word, code in (("MIG-0-0", 0), ("0:0", 0), ("MIG-0-1", 4), ("0:1", 4)):
-        done = call(tmp_path, machine, "preflight", RECIPE, "--gpus", word, "--port", "18431", "--json")
+        done = call(machine, "preflight", RECIPE, "--gpus", word, "--port", "18431", "--json")
         findings = {finding["id"]: finding for finding in json.loads(done.stdout)["findings"]}
         assert done.returncode == code, (word, findings)
         if code:
@@ -93,8 +76,8 @@ def test_tensor_parallelism_over_slices_is_refused_with_the_reason(words: tuple[
     assert "--gpus MIG-0-" in finding.fix
 
 
-def test_a_tensor_parallel_size_over_one_slice_is_refused(tmp_path: Path) -> None:
-    done = call(tmp_path, cut(43, 43), "plan", RECIPE, "--set", "tensor_parallel_size=2")
+def test_a_tensor_parallel_size_over_one_slice_is_refused(call: Call) -> None:
+    done = call(cut(43, 43), "plan", RECIPE, "--set", "tensor_parallel_size=2")
     assert done.returncode in {2, 4}
     assert "Traceback" not in done.stderr
 
@@ -111,20 +94,20 @@ def test_the_freest_slice_that_vllm_finds_is_taken() -> None:
     assert choose_devices(inventory_of(cut(20000, 43, whole=1)), ("0",))[0].gpus[0].slice == 1
 
 
-def test_a_slice_that_vllm_would_not_find_is_refused(tmp_path: Path) -> None:
+def test_a_slice_that_vllm_would_not_find_is_refused(call: Call) -> None:
     done = call(
-        tmp_path, cut(43, 43), "preflight", RECIPE, "--gpus", "MIG-0-1", "--runtime", "native", "--json"
+        cut(43, 43), "preflight", RECIPE, "--gpus", "MIG-0-1", "--runtime", "native", "--json"
     )  # fmt: skip
     assert done.returncode == 4
     found = {finding["id"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert "GPU 1 of 1" in found["gpu-mig-index"]["what"]
 
 
-def test_a_gpu_in_mig_mode_without_slices(tmp_path: Path) -> None:
+def test_a_gpu_in_mig_mode_without_slices(call: Call) -> None:
     for words in (None, ("0",)):
         with pytest.raises(PreflightRefused, match="has no slices"):
             choose_devices(inventory_of(cut()), words)
-    assert call(tmp_path, cut(), "plan", RECIPE).returncode == 4
+    assert call(cut(), "plan", RECIPE).returncode == 4
 
 
 @pytest.mark.parametrize(

@@ -416,3 +416,18 @@ def test_an_unknown_connector_is_a_warning() -> None:
 def test_a_busy_mig_slice_is_refused_and_its_neighbour_is_not() -> None:
     assert [f.id for f in findings("gpu_busy", context("h200-mig", gpu_uuids=("MIG-0-0",)))] == ["gpu-busy"]
     assert findings("gpu_busy", context("h200-mig", gpu_uuids=("MIG-0-1",))) == []
+
+
+def test_weights_and_engine_on_one_file_system_need_room_for_both(tmp_path: Path) -> None:
+    def said(free: int) -> list[str]:
+        made = context(
+            cache_directory=tmp_path / "weights",
+            fetch_bytes=10 * GIB,
+            build_directory=tmp_path / "engine",
+            build_bytes=5 * GIB,
+            probes={"free_disk": lambda path: free},
+        )
+        return [finding.what for finding in findings("disk", made)]
+
+    assert said(16 * GIB) == []
+    assert said(15 * GIB) == ["15.0 GiB are still to be written, 15.0 GiB are free"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from fake_machine import describe, library, playing
+from fake_machine import describe, playing
+from machine_cli import Call
 
 from dflash_serve.findings import Severity, refuse
 from dflash_serve.preflight import from_recipe
@@ -20,27 +18,13 @@ from dflash_serve.preflight.probes import BindResult
 from dflash_serve.recipe import catalogue
 
 RECIPE = "qwen3.8-27b-nvfp4"
-RUN = "from dflash_serve.cli import main; main()"
 WHY = [refuse("no-gpu", "no GPU")]
 
 
-def call(tmp_path: Path, machine: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    with playing(describe(machine)) as description:
-        env = {
-            **os.environ,
-            "LD_LIBRARY_PATH": str(library().parent),
-            "FAKE_NVML_FILE": str(description),
-            "DFLASH_SERVE_STATE": str(tmp_path / "state"),
-            "HF_HOME": str(tmp_path / "hub"),
-        }
-        command = [sys.executable, "-c", RUN, *arguments]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-
-
-def test_a_taken_port_is_found_beside_the_missing_gpu(tmp_path: Path) -> None:
+def test_a_taken_port_is_found_beside_the_missing_gpu(call: Call, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        done = call(tmp_path, "driver-not-loaded", "preflight", RECIPE, "--port", port, "--json")
+        done = call("driver-not-loaded", "preflight", RECIPE, "--port", port, "--json")
     assert done.returncode == 4, done.stderr
     found = {finding["id"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["no-gpu"]["severity"] == found["port-taken"]["severity"] == "refuse"
@@ -49,17 +33,17 @@ def test_a_taken_port_is_found_beside_the_missing_gpu(tmp_path: Path) -> None:
     assert "./start.sh tiny" in found["no-gpu"]["fix"]
 
 
-def test_a_missing_gpu_cannot_be_forced_away(tmp_path: Path) -> None:
-    done = call(tmp_path, "driver-not-loaded", "preflight", RECIPE, "--force", "no-gpu")
+def test_a_missing_gpu_cannot_be_forced_away(call: Call, tmp_path: Path) -> None:
+    done = call("driver-not-loaded", "preflight", RECIPE, "--force", "no-gpu")
     assert done.returncode == 4
     assert "no-gpu cannot be forced [unknown-check]" in done.stdout
     assert "--gpu 2x5090" in done.stdout
 
 
-def test_up_shows_all_of_it_and_starts_nothing(tmp_path: Path) -> None:
+def test_up_shows_all_of_it_and_starts_nothing(call: Call, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        done = call(tmp_path, "driver-not-loaded", "up", RECIPE, "--port", port)
+        done = call("driver-not-loaded", "up", RECIPE, "--port", port)
     assert done.returncode == 4
     assert "needs NVIDIA GPUs" in done.stderr
     assert "[port-taken]" in done.stderr
@@ -90,3 +74,30 @@ def test_a_full_disk_and_a_forced_check(tmp_path: Path, monkeypatch: pytest.Monk
     assert [f.id for f in refused if f.severity is Severity.REFUSE] == ["no-gpu", "disk-space"]
     assert [f.id for f in forced if f.severity is Severity.REFUSE] == ["no-gpu"]
     assert any(f.id == "disk-space" and f.severity is Severity.WARN for f in forced)
+
+
+@pytest.mark.parametrize("machine", ["driver-not-loaded", "2x5090"])
+def test_pins_can_be_required(call: Call, machine: str) -> None:
+    unpinned = "qwen3.8-27b-nvfp4-w4a16-draft"
+    arguments = ("preflight", unpinned, "--port", "18433", "--runtime", "native", "--json")
+    severity = {}
+    for extra in ((), ("--require-pins",)):
+        found = json.loads(call(machine, *arguments, *extra).stdout)["findings"]
+        severity[extra] = {finding["severity"] for finding in found if finding["id"] == "pins"}
+    assert severity == {(): {"warn"}, ("--require-pins",): {"refuse"}}
+
+
+def test_a_recipe_whose_config_nobody_knows_is_fetched_before_it_is_planned(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    port = ("--port", "18434", "--runtime", "native")
+    asked = call("2x5090", "plan", "qwen3.6-27b")
+    assert asked.returncode == 3
+    assert "dflash-serve fetch qwen3.6-27b" in asked.stderr
+    started = call("2x5090", "up", "qwen3.6-27b", *port)
+    assert started.returncode == 3
+    assert "it is fetched first" in started.stderr
+    assert "offline" in started.stderr.lower()
+    refused = call("2x5090", "up", "qwen3.6-27b", *port, "--require-pins")
+    assert (refused.returncode, "[pins]" in refused.stderr) in {(4, True), (3, False)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from dflash_serve.checkpoint.hub_cache import hub_cache
@@ -23,7 +24,7 @@ PLANNED = frozenset({"draft_tokens"})
 
 
 def findings_without_plan(
-    name: str, why: Sequence[Finding], *, host: str, port: int, forced: Iterable[str] = ()
+    name: str, why: Sequence[Finding], *, host: str, port: int, forced: Iterable[str] = (), require_pins: bool = False
 ) -> list[Finding]:
     """Why nothing can be planned, and everything else that stands in the way, refusals first.
 
@@ -33,6 +34,7 @@ def findings_without_plan(
         why: the findings that kept the planner from a plan.
     """
     context = context_of_recipe(catalogue.find(name), host=host, port=port, forced=forced)
+    context = replace(context, require_pins=require_pins)
     seen = {finding.id for finding in why}
     checks = [check for check in all_checks() if check.name not in PLANNED]
     more = [finding for finding in run(context, checks) if finding.id not in seen]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import traceback
 from collections.abc import Iterable
+from typing import Any
 
 from dflash_serve.errors import PreflightRefused
 from dflash_serve.findings import Finding, Severity, refuse
@@ -24,8 +25,11 @@ FIRM = {
 }
 
 
-def preflight(plan: Plan) -> tuple[list[Finding], GpuLocks]:
+def preflight(plan: Plan, **changes: Any) -> tuple[list[Finding], GpuLocks]:
     """All findings for a plan on this machine, and the locks of its GPUs.
+
+    Args:
+        changes: values of `Context` that the plan doesn't hold, such as `require_pins=True`.
 
     The locks hold nothing when a check refuses; the caller passes `locks.fds` to the server and closes its own.
     """
@@ -33,7 +37,7 @@ def preflight(plan: Plan) -> tuple[list[Finding], GpuLocks]:
     if plan.hardware.hypothetical:
         what = "the plan is for GPUs that were only named"
         return [refuse("plan-hypothetical", what, where="--gpu", fix="leave --gpu out to check this machine")], held
-    context = context_of(plan)
+    context = context_of(plan, **changes)
     findings = run(context)
     if not any(finding.severity is Severity.REFUSE for finding in findings):
         try:

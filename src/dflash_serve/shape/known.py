@@ -35,6 +35,10 @@ class Known(Row):
     config: dict[str, Any] = Field(default_factory=dict)
 
 
+class ConfigUnknown(CheckpointError):
+    """A checkpoint that is not on this machine, and whose config is not among the known ones."""
+
+
 class KnownCheckpoints(Row):
     """known_checkpoints.yaml."""
 
@@ -73,7 +77,7 @@ def known_drafter(repo: str) -> DrafterFacts:
 def _config(repo: str, table: dict[str, Known]) -> dict[str, Any]:
     known = table.get(repo)
     if known is None:
-        raise CheckpointError(
+        raise ConfigUnknown(
             f"the config of {repo} is not known here, so nothing can be estimated",
             where=repo,
             fix="fetch it first: dflash-serve fetch NAME",

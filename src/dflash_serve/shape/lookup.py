@@ -13,7 +13,7 @@ from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.checkpoint.places import directory_of
 from dflash_serve.errors import CheckpointError
 from dflash_serve.recipe.schema import Checkpoint, Recipe
-from dflash_serve.shape.known import known_drafter, known_target
+from dflash_serve.shape.known import ConfigUnknown, known_drafter, known_target
 
 FactsT = TypeVar("FactsT")
 
@@ -34,10 +34,13 @@ def pair_of(recipe: Recipe) -> Pair:
     Raises:
         CheckpointError: a checkpoint that is neither here nor known, or a config that is not sound.
     """
-    target, target_dir = _side(recipe.target, read_target, known_target)
     drafter, drafter_dir = None, None
-    if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
-        drafter, drafter_dir = _side(recipe.drafter.checkpoint, read_drafter, known_drafter)
+    try:
+        target, target_dir = _side(recipe.target, read_target, known_target)
+        if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
+            drafter, drafter_dir = _side(recipe.drafter.checkpoint, read_drafter, known_drafter)
+    except ConfigUnknown as exc:
+        raise ConfigUnknown(exc.what, where=exc.where, fix=f"dflash-serve fetch {recipe.name}") from None
     return Pair(target, drafter, target_dir, drafter_dir)
 
 

@@ -14,15 +14,17 @@ RESERVE = 2**30
 
 
 def check(context: Context) -> list[Finding]:
-    needs: dict[Path, int] = {}
+    needs: dict[int, tuple[Path, int]] = {}
     for directory, size in (
         (context.cache_directory, context.fetch_bytes),
         (context.build_directory, context.build_bytes),
     ):
         if directory is not None and size > 0:
-            needs[directory] = needs.get(directory, 0) + size
+            # Weights and engine on one file system need room for both.
+            first, before = needs.get(_device(directory), (directory, 0))
+            needs[_device(directory)] = (first, before + size)
     out: list[Finding] = []
-    for directory, size in needs.items():
+    for directory, size in needs.values():
         free = context.probes.free_disk(directory)
         if free is not None and free < size + RESERVE:
             out.append(
@@ -34,3 +36,10 @@ def check(context: Context) -> list[Finding]:
                 )
             )
     return out
+
+
+def _device(directory: Path) -> int:
+    """The file system on which it is or will be."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return directory.stat().st_dev
