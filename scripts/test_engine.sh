@@ -7,7 +7,7 @@
 #   scripts/test_engine.sh stop DIR    stop that engine, by its pid file, and remove DIR
 #
 # DIR holds the engine's data, socket, log and pid file; it becomes a tmpfs where the machine has the memory.
-# The base's root file system is kept in DFLASH_ENGINE_BASE (default DIR.base.tar), since debootstrap is slow.
+# The base's root file system is kept in DFLASH_ENGINE_BASE (default DIR.base.tar), since making it takes a while.
 #
 # The engine touches no firewall rule: builds use the host's network, published ports go through Docker's proxy.
 # pip's certificates, index and local wheel directories are copied into the stand-in base: it is for tests only.
@@ -50,18 +50,23 @@ apt_install() { # LOG PACKAGE...
 
 install_packages() {
     local log=$dir/apt.log
-    if ! command -v debootstrap >/dev/null || ! command -v ip >/dev/null; then
+    if ! command -v mmdebstrap >/dev/null || ! command -v ip >/dev/null; then
         apt-get update -qq
-        apt_install "$log" debootstrap iproute2 ca-certificates
+        apt_install "$log" mmdebstrap iproute2 ca-certificates
     fi
-    # buildx is needed: secrets, cache mounts and mapped bases are BuildKit's.
-    if command -v dockerd >/dev/null && docker buildx version >/dev/null 2>&1; then return; fi
+    # buildx: secrets, cache mounts and mapped bases are BuildKit's. compose: version 2, a plugin.
+    local need=()
+    command -v dockerd >/dev/null && command -v docker >/dev/null || need+=(docker.io docker-cli containerd)
+    docker buildx version >/dev/null 2>&1 || need+=(docker-buildx)
+    docker compose version >/dev/null 2>&1 || need+=(docker-compose)
+    [ "${#need[@]}" -gt 0 ] || return 0
     apt-get update -qq
-    if apt-cache show docker-buildx >/dev/null 2>&1; then
-        apt_install "$log" docker.io docker-cli docker-buildx
+    if [ "$(sed -n 's/^VERSION_ID="\?\([0-9]*\).*/\1/p' /etc/os-release)" != 12 ]; then
+        apt_install "$log" "${need[@]}"
         return
     fi
-    # Debian 12 has no buildx: take engine, client and buildx of the next suite, with a package list of their own.
+    # Debian 12 has buildx not at all and compose as the old script: take what is missing from the next suite, with a
+    # package list of its own.
     local apt=$dir/apt options
     mkdir -p "$apt/lists/partial" "$apt/cache/archives/partial" "$dir/debs"
     awk 'BEGIN{RS="";ORS="\n\n"} NR==1' /etc/apt/sources.list.d/debian.sources |
@@ -69,7 +74,7 @@ install_packages() {
     options=(-o "Dir::Etc::sourcelist=$apt/next.sources" -o Dir::Etc::sourceparts=- -o "Dir::State::lists=$apt/lists"
         -o "Dir::Cache=$apt/cache" -o APT::Sandbox::User=root)
     apt-get "${options[@]}" update -qq
-    (cd "$dir/debs" && apt-get "${options[@]}" download -qq docker.io docker-cli docker-buildx containerd)
+    (cd "$dir/debs" && apt-get "${options[@]}" download -qq "${need[@]}")
     apt_install "$log" "$dir"/debs/*.deb
     rm -rf "$dir/debs" "$apt"
 }
@@ -109,10 +114,10 @@ copy_pip_settings() { # ROOTFS
 make_base() {
     if docker image inspect "$base_image" >/dev/null 2>&1; then return; fi
     if [ ! -s "$base_tar" ]; then
-        say "making the stand-in base (debootstrap)"
+        say "making the stand-in base (mmdebstrap)"
         local rootfs=$dir/rootfs
-        debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv \
-            bookworm "$rootfs" >"$dir/debootstrap.log" 2>&1 || fail "debootstrap failed" "$dir/debootstrap.log"
+        TMPDIR=$dir mmdebstrap --variant=minbase --dpkgopt=force-unsafe-io --include=ca-certificates,python3,python3-venv \
+            bookworm "$rootfs" >"$dir/base.log" 2>&1 || fail "mmdebstrap failed" "$dir/base.log"
         # The official Python image has its interpreter there, and no distribution's guard against pip.
         ln -sf /usr/bin/python3 "$rootfs/usr/local/bin/python3"
         rm -f "$rootfs"/usr/lib/python3*/EXTERNALLY-MANAGED

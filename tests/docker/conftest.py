@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("DOCKER_HOST", "DFLASH_TEST_BASE")
 
 
+def environment_of(state: Path) -> dict[str, str]:
+    """This process's environment, with that state directory."""
+    return {**os.environ, "DFLASH_SERVE_STATE": str(state)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @dataclass(frozen=True)
 class Engine:
     """The engine under test, and how to build with it where no registry can be reached."""
@@ -31,13 +44,15 @@ class Engine:
         mapped = f"{variants.find('cpu').base.reference}=docker-image://{self.base}"
         return ["--allow-unpinned", "--network", "host", "--build-context", mapped]
 
-    def tool(self, *args: str, root: Path = ROOT, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """`dflash-serve ARGS` for the checkout `root`."""
+    def tool(
+        self, *args: str, root: Path = ROOT, state: Path | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """`dflash-serve ARGS` for the checkout `root`, with another state directory than the session's own if given."""
         done = subprocess.run(
             [sys.executable, "-c", "from dflash_serve.cli import main; main()", *args],
             capture_output=True,
             text=True,
-            env={**os.environ, "DFLASH_SERVE_ROOT": str(root), "DFLASH_SERVE_STATE": str(self.state)},
+            env={**environment_of(state or self.state), "DFLASH_SERVE_ROOT": str(root)},
         )
         if check and done.returncode != 0:
             raise AssertionError(f"{args} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

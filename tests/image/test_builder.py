@@ -40,6 +40,15 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
+def test_the_log_says_what_a_step_took():
+    log = Log()
+    times = {"started": "2026-11-30T07:00:00.1Z", "completed": "2026-11-30T07:01:02.623456789Z"}
+    lines = log.feed(json.dumps({"vertexes": [vertex(RUN, 1, **times)]}))
+    assert lines == [RUN, f"DONE {RUN} (62.5 s)"]
+    lines = log.feed(json.dumps({"vertexes": [vertex("[2/2] COPY x", 2, started="t", completed="t")]}))
+    assert lines[-1] == "DONE [2/2] COPY x"
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_the_failing_step_is_found(indent: int | None):
     log, lines = Log(), []

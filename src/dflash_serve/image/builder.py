@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -119,7 +120,7 @@ class Log:
                 out.append(step.name)
             if vertex.get("completed") and not step.completed:
                 step.completed = True
-                out.append(f"{'CACHED' if step.cached else 'DONE'} {step.name}")
+                out.append(f"{'CACHED' if step.cached else 'DONE'} {step.name}{_took(vertex)}")
         return out
 
     def _output(self, logs: Iterable[dict[str, Any]]) -> list[str]:
@@ -136,6 +137,18 @@ class Log:
                     if step is not None:
                         step.output.append(line.rstrip())
         return out
+
+
+def _took(vertex: dict[str, Any]) -> str:
+    """` (12.3 s)`; empty for what took no time, or says nothing of it. BuildKit's times have nanoseconds."""
+    try:
+        began, ended = (
+            datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", vertex[key])) for key in ("started", "completed")
+        )
+    except (KeyError, TypeError, ValueError):
+        return ""
+    seconds = (ended - began).total_seconds()
+    return f" ({seconds:.1f} s)" if seconds >= 0.1 else ""
 
 
 def reason(lines: Iterable[str]) -> tuple[str, str]:

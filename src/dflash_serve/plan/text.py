@@ -33,6 +33,9 @@ def print_plan(plan: Plan) -> None:
     click.echo(f"  on {where}{' (hypothetical)' if plan.hardware.hypothetical else ''}")
     engine = plan.engine
     click.echo(f"  engine {engine.distribution} {engine.vllm_version}, {engine.runtime}: {engine.reason}")
+    if plan.container:
+        box = plan.container
+        click.echo(f"  image {box.image}, user {box.user}, restart {box.restart}")
     click.echo(f"  target {_source(plan.target.repo, plan.target.revision, plan.target.served_from)}")
     if plan.drafter:
         drafter = plan.drafter
