@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from dflash_serve.cli import cli
 from dflash_serve.observe.doctor import Doctor
 from dflash_serve.observe.fingerprints import Role, by_id, fingerprints, literal
+from dflash_serve.shape.wishes import SETTABLE
 
 HERE = Path(__file__).parent
 MESSAGES: list[dict[str, Any]] = yaml.safe_load((HERE / "vllm_messages.yaml").read_text())
@@ -127,3 +128,9 @@ def test_the_page_about_them_is_current() -> None:
     script = HERE.parents[1] / "scripts" / "make_fingerprints_doc.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_what_a_fix_sets_can_be_set() -> None:
+    named = {key for known in fingerprints() for key in re.findall(r"--set (\w+)", known.fix)}
+    assert named
+    assert named <= set(SETTABLE)
