@@ -80,6 +80,7 @@ def machine(count: int, gib: float, capability: str, free: float) -> Inventory:
             memory_total=int(gib * GIB),
             memory_used=int((1 - free) * gib * GIB),
             memory_free=int(free * gib * GIB),
+            display_active=True,  # what a desktop holds stays; another server's memory is the preflight's to judge
         )
         for i in range(count)
     )
