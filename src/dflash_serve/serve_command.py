@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -205,12 +205,20 @@ def context_here(plan: Plan, engine: Engine) -> Context:
         # Of the container's own variables only these reach the engine.
         user_environment={k: v for k, v in os.environ.items() if not inside or k in engine.environment},
     )
+    if inside:
+        context = replace(context, gpus=_numbered_here(context))
     host = context.inventory.host
     if "MAX_JOBS" not in engine.environment:
         unified = any(gpu.unified for gpu in context.chosen)
         jobs = compile_jobs(cores=host.cpu_cores or 1, ram_bytes=host.ram_total or 0, unified=unified)
         engine.environment["MAX_JOBS"] = str(jobs)
     return context
+
+
+def _numbered_here(context: Context) -> tuple[int, ...]:
+    """Indices of the plan's GPUs in this container, which counts only those that it was given; by UUID."""
+    here = {gpu.uuid: gpu.index for gpu in context.inventory.gpus}
+    return tuple(here.get(uuid, index) for index, uuid in zip(context.gpus, context.gpu_uuids, strict=True))
 
 
 def engine_findings(plan: Plan) -> list[Finding]:

@@ -166,6 +166,20 @@ def test_an_unpinned_base_is_not_built_behind_ones_back(home: Path, monkeypatch:
     assert done.missing_images == (() if pinned else ("cpu",))
 
 
+def test_what_is_mounted_is_there_and_alertmanagers_names_are_the_rules():
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    for service in ("prometheus", "alertmanager", "grafana"):
+        for mount in services[service]["volumes"]:
+            assert mount["source"].startswith("${") or (ROOT / mount["source"]).exists(), mount
+    config = yaml.safe_load((ROOT / "docker/alertmanager/alertmanager.yml").read_text())
+    assert config["route"]["receiver"] in {receiver["name"] for receiver in config["receivers"]}
+    rules = yaml.safe_load((ROOT / "docker/prometheus/rules/alerts.yml").read_text())
+    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
+    for rule in config["inhibit_rules"]:
+        for matcher in rule["source_matchers"] + rule["target_matchers"]:
+            assert matcher.split('"')[1] in alerts
+
+
 @pytest.mark.parametrize("suffix", ["", "-cpu"])
 def test_the_one_shots_come_first(suffix: str):
     services = yaml.safe_load(COMPOSE.read_text())["services"]

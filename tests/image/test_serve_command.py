@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from dflash_serve import serve_command
+from dflash_serve.hardware.hypothetical import hypothetical
 from dflash_serve.plan.model import Plan
 from dflash_serve.plan.planner import Request, make_plan
+from dflash_serve.preflight import from_plan
 
 DUMP = """#!{python}
 import json, os, sys
@@ -125,6 +127,20 @@ def test_a_cache_that_this_user_cannot_write_is_refused(home: Path, plan_file: P
     found = [finding for finding in findings if finding.id == "container-user"]
     assert [finding.where for finding in found] == [str(home / "cache"), str(home / "state")]
     assert "user 54321 cannot write here" in found[0].what
+
+
+def test_a_container_counts_only_the_gpus_that_it_was_given(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """The host's GPU 1 is a container's GPU 0; the plan is found by UUID."""
+    plan = make_plan(Request(name="qwen3.8-27b-fp8", gpu="2xh100"))
+    second = plan.hardware.gpus[1].model_copy(update={"uuid": "GPU-b"})
+    plan = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"gpus": (second,)})})
+    inventory = hypothetical("1xh100")
+    given = inventory.gpus[0].model_copy(update={"uuid": "GPU-b"})
+    monkeypatch.setattr(from_plan, "read", lambda: inventory.model_copy(update={"gpus": (given,)}))
+    monkeypatch.setenv(serve_command.IMAGE, "d" * 64)
+    context = serve_command.context_here(plan, serve_command.prepare(plan, Path("/engine"), os.environ))
+    assert context.gpus == (0,)
+    assert [gpu.uuid for gpu in context.chosen] == ["GPU-b"]
 
 
 @pytest.mark.parametrize("change", ["environment", "argv"])
