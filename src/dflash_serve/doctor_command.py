@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -28,6 +29,9 @@ from dflash_serve.runtime.backend import log_of
 from dflash_serve.runtime.state import Run, RunState
 
 BUNDLES_KEPT = 10
+_LOG_PID = re.compile(rb"^\([\w-]+ pid=(\d+)\)")
+# `Killed process 12 (python)`, `oom-kill:...,pid=12,uid=0`, `traps: python[12] trap`, `python[12]: segfault`
+_KERNEL_PID = re.compile(rb"Killed process (\d+)|\bpid=(\d+)|(?:traps: )?\S+\[(\d+)\](?::| trap)")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,18 @@ class Subject:
 
     log: Path
     run: Run | None = None
+
+    @property
+    def died(self) -> bool:
+        """Whether it is known to have failed by itself; one that did not pass verification was stopped by us."""
+        return self.run is not None and self.run.state is RunState.FAILED and not self.unverified
+
+    @property
+    def unverified(self) -> str:
+        """What verification found, of a run that it ended."""
+        run = self.run
+        refused = run is not None and run.state is RunState.FAILED and run.summary.get("passed") is False
+        return (run.cause or "") if run is not None and refused else ""
 
 
 @click.command()
@@ -66,7 +82,7 @@ def doctor(
       sudo dmesg -T > kernel.txt; dflash-serve doctor server.log --kernel-log kernel.txt
     """
     with _subject(subject) as seen:
-        examiner = Doctor(died=seen.run is not None and seen.run.state is RunState.FAILED)
+        examiner = Doctor(died=seen.died)
         try:
             _examine(examiner, seen, exit_code, restart_count, kernel_log)
         except OSError as exc:
@@ -80,9 +96,11 @@ def doctor(
             except OSError as exc:
                 raise UsageError(f"the bundle cannot be written: {exc.strerror}", where=str(target)) from None
     if as_json:
-        click.echo(json.dumps(as_dict(found, target), indent=2))
-    else:
-        click.echo("\n".join(text(found, target)))
+        click.echo(json.dumps({**as_dict(found, target), "verification": seen.unverified or None}, indent=2))
+        return
+    if seen.unverified:
+        click.echo(f"it started, and verification ended it: {seen.unverified}")
+    click.echo("\n".join(text(found, target)))
 
 
 def _examine(
@@ -94,7 +112,11 @@ def _examine(
     if kernel_log is not None:
         with kernel_log.open("rb") as handle:
             examiner.read(handle, kernel_log.name, kernel=True)
-    elif seen.run is not None and (records := _kernel_since(Path("/"), seen.run.started_at)):
+    elif seen.run is not None and seen.died:
+        # Other processes die as well: the kernel's word counts for a run that failed, and for its own processes.
+        records = _kernel_since(Path("/"), seen.run.started_at)
+        if seen.run.container is None:
+            records = _about(records, _pids(seen.log))
         examiner.read(io.BytesIO(records), "kernel log", kernel=True)
     if seen.run is not None and seen.run.container and exit_code is None:
         attributes = _inspect(seen.run.container)
@@ -232,6 +254,22 @@ def _kernel_since(root: Path, started: float) -> bytes:
                 break
     finally:
         os.close(fd)
+    return b"\n".join(kept)
+
+
+def _pids(log: Path) -> set[bytes]:
+    """Processes that a log names: `(EngineCore pid=123)`."""
+    with log.open("rb") as handle:
+        return {pid for line in handle for pid in _LOG_PID.findall(line[:200])}
+
+
+def _about(records: bytes, pids: set[bytes]) -> bytes:
+    """Lines of the kernel's log that name no process, or one of these."""
+    kept = []
+    for line in records.splitlines():
+        named = {pid for groups in _KERNEL_PID.findall(line) for pid in groups if pid}
+        if not named or named & pids:
+            kept.append(line)
     return b"\n".join(kept)
 
 

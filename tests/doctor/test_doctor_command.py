@@ -141,3 +141,33 @@ def test_the_kernels_ring_is_read_from_the_start_on(home: Path) -> None:
     assert doctor_command._kernel_since(home, time.time() - 60) == b"NVRM: Xid (PCI:0000:01:00): 79, late"
     assert doctor_command._kernel_since(home, time.time() + 60) == b""
     assert doctor_command._kernel_since(home / "none", 0) == b""
+
+
+def test_the_kernels_word_counts_for_the_runs_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "(EngineCore pid=4242) INFO 11-30 03:51:00 [core.py:1] loading\n"
+    lines = {
+        "own": b"Out of memory: Killed process 4242 (VLLM::EngineCor) total-vm:1kB",
+        "another's": b"Memory cgroup out of memory: Killed process 5649 (python) total-vm:1062440kB",
+        "nobody's": b"NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.",
+        "another's xid": b"NVRM: Xid (PCI:0000:01:00): 31, pid=77, name=game",
+    }
+    expected = {"own": "kernel-oom-kill", "another's": None, "nobody's": "xid-off-the-bus", "another's xid": None}
+    for whose, line in lines.items():
+        monkeypatch.setattr(doctor_command, "_kernel_since", lambda root, started, line=line: line)
+        a_run(log, RunState.FAILED)
+        found = json.loads(call("--json").output)
+        assert (found["cause"] and found["cause"]["id"]) == expected[whose]
+        a_run(log, RunState.STOPPED)
+        assert json.loads(call("--json").output)["verdict"] == "nothing"
+
+
+def test_a_run_that_verification_ended_did_not_die() -> None:
+    a_run("INFO: x\n", RunState.FAILED).having(
+        cause="acceptance length 1.78 is below the band", summary={"passed": False}
+    )
+    assert (
+        call().output.splitlines()[0]
+        == "it started, and verification ended it: acceptance length 1.78 is below the band"
+    )
+    found = json.loads(call("--json").output)
+    assert (found["verdict"], found["verification"]) == ("nothing", "acceptance length 1.78 is below the band")
