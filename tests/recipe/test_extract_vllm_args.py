@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from script_module import load_script
 
-from dflash_serve import paths
 from dflash_serve.recipe.vllm_args import load_args
 
 FILES = {
@@ -101,14 +100,7 @@ class AttentionBackendEnum:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = paths.project_root() / "scripts" / "extract_vllm_args.py"
-    spec = importlib.util.spec_from_file_location("extract_vllm_args", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("extract_vllm_args")
 
 
 def tree(root: Path, version: str, files: dict[str, str]) -> Path:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
-
-from dflash_serve import paths
+from script_module import load_script
 
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    path = paths.project_root() / "scripts" / "make_reports_doc.py"
-    spec = importlib.util.spec_from_file_location("make_reports_doc", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("make_reports_doc")
 
 
 @pytest.fixture

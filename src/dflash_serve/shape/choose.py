@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.findings import Finding, note
 from dflash_serve.hardware.model import Inventory
-from dflash_serve.recipe.schema import Goal, GpuOverride, Recipe
+from dflash_serve.recipe.schema import Goal, GpuOverride, Recipe, When
 from dflash_serve.shape import backends, drafting, limits
 from dflash_serve.shape.advice import advice
 from dflash_serve.shape.candidates import BATCHED, MIN_WINDOW, Candidate, Sizing, Space, best
@@ -131,17 +131,17 @@ def _choose(request: Request) -> ServingShape:
 
 
 def _rules(recipe: Recipe, gpu: Machine) -> list[GpuOverride]:
-    return [
-        rule
-        for rule in recipe.gpu_overrides
-        if rule.when.holds_for(
-            compute_capability=gpu.capability[0] + gpu.capability[1] / 10,
-            gpu_count=gpu.count,
-            memory_gib=gpu.gpu_bytes / GIB,
-            unified_memory=gpu.unified,
-            wsl2=gpu.wsl2,
-        )
-    ]
+    return [rule for rule in recipe.gpu_overrides if _holds(rule.when, gpu)]
+
+
+def _holds(when: When, gpu: Machine) -> bool:
+    return when.holds_for(
+        compute_capability=gpu.capability[0] + gpu.capability[1] / 10,
+        gpu_count=gpu.count,
+        memory_gib=gpu.gpu_bytes / GIB,
+        unified_memory=gpu.unified,
+        wsl2=gpu.wsl2,
+    )
 
 
 def _dtype(request: Request) -> Decision:
@@ -171,17 +171,7 @@ def _eager(request: Request) -> Decision:
         return wish
     gpu = request.machine
     for quirk in quirk_table().quirks:
-        if (
-            quirk.repo == request.recipe.target.repo
-            and "enforce_eager" in quirk.serve
-            and quirk.when.holds_for(
-                compute_capability=gpu.capability[0] + gpu.capability[1] / 10,
-                gpu_count=gpu.count,
-                memory_gib=gpu.gpu_bytes / GIB,
-                unified_memory=gpu.unified,
-                wsl2=gpu.wsl2,
-            )
-        ):
+        if quirk.repo == request.recipe.target.repo and "enforce_eager" in quirk.serve and _holds(quirk.when, gpu):
             return Decision(bool(quirk.serve["enforce_eager"]), f"{quirk.reason} ({quirk.source})")
     return Decision(False, "CUDA graphs: decoding is launch-bound without them")
 

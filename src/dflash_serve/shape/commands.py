@@ -67,9 +67,10 @@ def fit(
 
         inventory = hypothetical(gpu)
     else:
+        from dflash_serve.hardware.devices import choose_devices
         from dflash_serve.hardware.inventory import read
 
-        inventory = read()
+        inventory, _, _ = choose_devices(read(), None)
     shape = choose(
         recipe,
         pair.target,
