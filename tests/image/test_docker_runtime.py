@@ -127,7 +127,7 @@ def test_the_cpu_is_served_natively_unless_asked(home: Path):
 def test_gpus_are_served_from_an_image_where_there_can_be_one(
     home: Path, monkeypatch: pytest.MonkeyPatch, missing: str, runtime_wanted: str, word: str
 ):
-    monkeypatch.setattr(planning, "why_not", lambda _: missing)
+    monkeypatch.setattr("dflash_serve.image.available.why_not", lambda _: missing)
     plan = make_plan(Request(name="qwen3.8-27b-fp8", gpu="1xh100"))
     assert plan.engine.runtime == runtime_wanted
     assert word in plan.engine.reason
@@ -156,6 +156,23 @@ def test_without_an_engine(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
     with pytest.raises(StartFailed, match="no Docker engine answers"):
         runtime.start(plan_of())
+
+
+def test_an_engine_that_stops_answering_is_an_error_and_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """APIError is a RequestException too: a refusal of the engine keeps its own meaning."""
+    import docker.errors
+    import requests
+
+    monkeypatch.setattr(runtime.docker, "from_env", lambda **_: Gone())
+    with pytest.raises(StartFailed, match="no Docker engine answers"), runtime._engine():
+        raise requests.ConnectionError("reset by peer")
+    with pytest.raises(docker.errors.NotFound), runtime._engine():
+        raise docker.errors.NotFound("no such container")
+
+
+class Gone:
+    def close(self) -> None:
+        return
 
 
 def test_without_an_engine_a_run_is_unknown_and_an_old_one_can_be_dropped(home: Path, monkeypatch: pytest.MonkeyPatch):

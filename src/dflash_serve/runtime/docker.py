@@ -12,6 +12,7 @@ from typing import Any
 
 import docker.errors
 import docker.types
+import requests
 
 import docker
 from dflash_serve import paths
@@ -284,12 +285,20 @@ def _engine(timeout: int = QUICK_S) -> Iterator[Any]:
     try:
         client = docker.from_env(timeout=timeout)
     except docker.errors.DockerException as exc:
-        detail = re.sub(r"\s+", " ", str(exc))[:200]
-        raise StartFailed("no Docker engine answers", where=detail, fix="start Docker, or set DOCKER_HOST") from None
+        raise _no_engine(exc) from None
     try:
         yield client
+    except docker.errors.APIError:
+        raise  # it answered
+    except requests.RequestException as exc:
+        raise _no_engine(exc) from None
     finally:
         client.close()
+
+
+def _no_engine(exc: Exception) -> StartFailed:
+    detail = re.sub(r"\s+", " ", str(exc))[:200]
+    return StartFailed("no Docker engine answers", where=detail, fix="start Docker, or set DOCKER_HOST")
 
 
 def _remove_leftover(client: Any, name: str) -> None:
