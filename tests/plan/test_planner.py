@@ -141,3 +141,14 @@ def test_the_key_is_nowhere_in_a_plan() -> None:
 def test_a_request_that_is_no_gpu_list_is_a_usage_error() -> None:
     with pytest.raises(UsageError):
         make_plan(Request("qwen3.8-27b-nvfp4", gpu="2x9999"))
+
+
+def test_a_plan_for_named_gpus_does_not_ask_this_machines_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(name: str) -> str:
+        raise AssertionError("this machine's Docker says nothing about another machine")
+
+    monkeypatch.setattr("dflash_serve.image.available.why_not", asked)
+    plan = make_plan(Request("qwen3.8-27b-nvfp4", gpu="2x5090"))
+    assert plan.engine.runtime == "native"
+    assert plan.container is None
+    assert "decided there" in plan.engine.reason

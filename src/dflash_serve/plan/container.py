@@ -13,13 +13,22 @@ SHM_BYTES_ONE_RANK = 2**30
 
 
 def decide_runtime(
-    wanted: model.Runtime | None, variant: model.Variant, shape: ServingShape, restarts: int, stop_seconds: int
+    wanted: model.Runtime | None,
+    variant: model.Variant,
+    shape: ServingShape,
+    restarts: int,
+    stop_seconds: int,
+    *,
+    hypothetical: bool = False,
 ) -> tuple[model.Runtime, str, model.ContainerChoice | None]:
     """The runtime, why, and what the container gets.
 
     A container is the choice for GPUs where its image is here or can be built, since compiler and CUDA headers are in
     it. On the CPU the native environment is smaller and quicker to make.
     """
+    if wanted is None and hypothetical:
+        # A plan for another machine must not depend on this one's Docker.
+        return "native", "native: whether Docker can serve there is decided there", None
     if wanted is None:
         # Docker's client and the images' tables are a third of a plan's time: only where they are asked.
         from dflash_serve.image.available import why_not

@@ -94,7 +94,9 @@ def make_plan(request: Request) -> model.Plan:
         raise PreflightRefused([f for f in findings if f.id not in request.forced])
     target, drafter = _references(recipe, pair, shape, overlays)
     served_name = recipe.served_name
-    runtime, why_runtime, container = decide_runtime(request.runtime, variant, shape, request.restarts, DRAIN_SECONDS)
+    runtime, why_runtime, container = decide_runtime(
+        request.runtime, variant, shape, request.restarts, DRAIN_SECONDS, hypothetical=request.gpu is not None
+    )
     endpoint = Endpoint(
         target=target.served_from,
         drafter=drafter.served_from if drafter else None,
