@@ -58,6 +58,6 @@ def prompts(files: list[SourceFile], seed: int = 7) -> dict:
         "licence": corpus.LICENCE,
         "manifest_sha256": corpus.describe(files)["manifest_sha256"],
         "made_by": "scripts/train_tiny_pair.py prompts",
-        "max_tokens": 96,
+        "max_tokens": 128,
         "prompts": [{"id": f"{p['kind']}-{i:02d}", **p} for i, p in enumerate(chosen)],
     }

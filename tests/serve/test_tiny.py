@@ -73,11 +73,7 @@ def test_nothing_secret_is_in_ps_or_the_log(shell: Shell, served: tuple[Api, Any
 
 
 def test_the_drafter_is_accepted_on_held_out_text(served: tuple[Api, Any, float]) -> None:
-    """Acceptance length at temperature 0 on text the pair never saw.
-
-    Measured 2.51 here, and 3.38 over 128 tokens on a GPU (benchmarks/acceptance), as plain PyTorch does. Over 128
-    tokens the CPU build reaches 2.62: a fifth less, for a reason that is not known yet, so this holds what is measured.
-    """
+    """Acceptance length on text the pair never saw: 3.26 here, 3.38 on a GPU (recipes/tiny/README.md)."""
     api = served[0]
     before = parse(api.metrics())
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -86,7 +82,7 @@ def test_the_drafter_is_accepted_on_held_out_text(served: tuple[Api, Any, float]
     print(f"acceptance length {seen.acceptance_length:.3f} over {seen.drafts:.0f} drafts; {seen.accepted_per_position}")
     assert len(answers) == len(PROMPTS) >= 20
     assert seen.acceptance_length is not None
-    assert seen.acceptance_length >= 2.35
+    assert seen.acceptance_length >= 3.0
     assert list(seen.accepted_per_position) == sorted(seen.accepted_per_position, reverse=True)
 
 
@@ -156,6 +152,12 @@ def test_verify_again_while_it_runs(shell: Shell, served: tuple[Api, Any, float]
     assert {"window-served", "generation", "drafter", "engine-version", "kv-pool"} <= {
         c["id"] for c in report["checks"]
     }
+
+
+def test_a_real_prometheus_has_data_for_every_rule_and_panel(served: tuple[Api, Any, float], tmp_path: Path) -> None:
+    from tests.metrics.serve_cases import prometheus_sees_everything
+
+    prometheus_sees_everything(served[0], PROMPTS, tmp_path)
 
 
 def test_sigterm_lets_requests_finish(shell: Shell, served: tuple[Api, Any, float]) -> None:
