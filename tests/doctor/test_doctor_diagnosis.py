@@ -80,6 +80,21 @@ def test_errors_of_single_requests_are_no_failure_of_the_server() -> None:
     assert read(text, died=True).verdict is Verdict.UNKNOWN
 
 
+def test_a_request_that_was_refused_is_no_configuration() -> None:
+    bad = "Input should be greater than 0 [type=greater_than, input_value=0, input_type=int]\n"
+    refused = f"pydantic_core._pydantic_core.ValidationError: 1 validation error for SamplingParams\nn\n  {bad}"
+    assert read(f"{BOOT}{READY}{refused}{REQUEST}").verdict is Verdict.NOTHING
+    assert ids(read(f"{BOOT}{refused}")) == ["configuration-key"]
+
+
+def test_the_name_of_a_field_is_no_reason() -> None:
+    found = read(
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for X\nmethod\n  Value is odd [type=odd]\n"
+    )
+    assert found.first is not None
+    assert found.first.evidence.text == "Value is odd [type=odd]"
+
+
 def test_a_stop_is_not_a_failure() -> None:
     text = f"{BOOT}{READY}{STOP}{FATAL}vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
     assert read(text).verdict is Verdict.STOPPED

@@ -34,6 +34,7 @@ _OTHER_ERROR = re.compile(
 _NO_ERROR = re.compile(
     r"^(?:KeyboardInterrupt|SystemExit|\S*CancelledError)|See (?:root cause|stack trace)|'NoneType'.*terminate"
 )
+_FIELD = re.compile(r"^[\w.]+$")
 _FRAME = ('  File "', "    ")
 _VALIDATION = re.compile(r"validation errors? for \S+$")
 
@@ -249,12 +250,17 @@ class Doctor:
         if kernel or line.level != doctor_lines.ERROR:
             return
         unknown = self._starts[-1].unknown
-        if self._validation is not None:
-            # The reason stands in the line below.
-            pending, self._validation = self._validation, None
-            if pending in unknown:
-                unknown[unknown.index(pending)] = self._sign(line, name, None)
+        if (pending := self._validation) is not None and pending in unknown:
+            # The reason stands below, after the name of a field where there is one.
+            at = unknown.index(pending)
+            if known:
+                unknown.pop(at)
+            else:
+                field = _FIELD.match(line.text)
+                unknown[at] = self._sign(line, name, None)
+                self._validation = unknown[at] if field else None
                 return
+        self._validation = None
         if not known and (_ERROR.match(line.text) or _OTHER_ERROR.match(line.text)) and not _NO_ERROR.search(line.text):
             if self._starts[-1].stopping or len(unknown) >= MAX_UNKNOWN:
                 return
@@ -294,6 +300,8 @@ class Doctor:
         if best is None:
             return False
         now = self._starts[-1]
+        if now.ready and best.layer == "configuration" and best.role is Role.CAUSE:
+            return False  # it was refused or taken before the server was up; this is about a request
         if now.stopping and best.role is Role.CONSEQUENCE:
             return True  # processes that a stop ends say that they were lost
         where = self._kernel if kernel else now.hits
