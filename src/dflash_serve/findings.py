@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
@@ -41,6 +42,13 @@ class Finding(BaseModel):
         if self.fix:
             out.append(f"  fix: {self.fix}")
         return out
+
+
+def overruled(finding: Finding, forced: Collection[str]) -> Finding:
+    """The finding, as a warning where it refuses and its id is forced."""
+    if finding.severity is not Severity.REFUSE or finding.id not in forced:
+        return finding
+    return finding.model_copy(update={"severity": Severity.WARN, "what": f"{finding.what} (forced)"})
 
 
 def refuse(id: str, what: str, *, where: str = "", fix: str = "") -> Finding:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve import paths
+from dflash_serve import findings, paths
 from dflash_serve.errors import DFlashError, PreflightRefused, RecipeError, UsageError
 from dflash_serve.hardware.model import Host, Inventory
 from dflash_serve.plan import planner
-from dflash_serve.plan.model import Plan, differences
+from dflash_serve.plan.model import PLANNING_IDS, Plan, differences
 from dflash_serve.plan.planner import Request, make_plan
 
 NO_GPU = Inventory(
@@ -152,3 +154,25 @@ def test_a_plan_for_named_gpus_does_not_ask_this_machines_docker(monkeypatch: py
     assert plan.engine.runtime == "native"
     assert plan.container is None
     assert "decided there" in plan.engine.reason
+
+
+def test_every_refusal_of_the_planner_can_be_forced_by_name() -> None:
+    source = Path(findings.__file__).resolve().parent
+    named = set()
+    for module in [path for room in ("shape", "overlay", "plan") for path in sorted((source / room).glob("*.py"))]:
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refuse":
+                named |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    assert named == {*PLANNING_IDS, "no-gpu"}  # without a GPU there is nothing to plan with
+
+
+def test_a_forced_refusal_is_a_warning_in_the_plan() -> None:
+    crowded = Request("qwen3.8-27b-nvfp4", gpu="2x5090", overrides={"gpu_memory_utilization": "0.97"})
+    with pytest.raises(PreflightRefused) as caught:
+        make_plan(crowded)
+    assert "head-room" in {finding.id for finding in caught.value.findings}
+    plan = make_plan(replace(crowded, forced=("head-room",)))
+    (found,) = [finding for finding in plan.findings if finding.id == "head-room"]
+    assert found.severity is findings.Severity.WARN
+    assert found.what.endswith("(forced)")
+    assert plan.forced == ("head-room",)

@@ -93,6 +93,7 @@ class Planned:
     """What `preflight` needs of a plan, where the context is made by hand."""
 
     recipe = "mine"
+    findings = ()
 
     class hardware:
         hypothetical = False

@@ -101,3 +101,22 @@ def test_a_recipe_whose_config_nobody_knows_is_fetched_before_it_is_planned(
     assert "offline" in started.stderr.lower()
     refused = call("2x5090", "up", "qwen3.6-27b", *port, "--require-pins")
     assert (refused.returncode, "[pins]" in refused.stderr) in {(4, True), (3, False)}
+
+
+def test_a_planners_refusal_can_be_forced_through_the_preflight(call: Call) -> None:
+    arguments = ("preflight", RECIPE, "--port", "18435", "--runtime", "native", "--set", "gpu_memory_utilization=0.97")
+    assert "[head-room]" in call("2x5090", *arguments).stdout
+    forced = call("2x5090", *arguments, "--force", "head-room")
+    assert forced.returncode == 0, forced.stdout
+    assert "unknown-check" not in forced.stdout
+
+
+def test_what_the_planner_gave_up_is_shown_before_the_start(call: Call) -> None:
+    turing = describe("2x5090")
+    for gpu in turing["gpus"]:
+        gpu |= {"name": "Quadro RTX 8000", "compute_capability": "7.5"}
+        gpu["memory_mib"] = {"total": 49152, "reserved": 300, "used": 0}
+    done = call(turing, "preflight", RECIPE, "--port", "18436", "--runtime", "native", "--json")
+    found = {finding["id"]: finding["severity"] for finding in json.loads(done.stdout)["findings"]}
+    assert found["draft-float16"] == "warn"  # served without its drafter: nobody may have to find that out
+    assert found["gpu-capability"] == "refuse"

@@ -18,6 +18,16 @@ Variant = Literal["cuda", "cpu"]
 Runtime = Literal["native", "docker"]
 
 
+# Refusals of the planner that `--force` overrules; `overlay-RULE` comes on top.
+PLANNING_IDS = (
+    "architecture", "cpu-eager", "does-not-fit", "draft-batch-width", "draft-float16", "draft-kv-inherits",
+    "draft-length", "drafter-anchor", "drafter-causality", "drafter-float16", "drafter-length", "drafter-mrope",
+    "drafter-partial-rotary", "drafter-rope-type", "dtype", "head-room", "kv-backend", "nvfp4-kv-drafter",
+    "pair-draft-tokens", "pair-draft-vocabulary", "pair-hidden-size", "pair-mask-token", "pair-num-target-layers",
+    "pair-target-layers", "pair-vocabulary", "sequences", "target-length", "tensor-parallel", "window",
+)  # fmt: skip
+
+
 class Part(BaseModel):
     """Base of every part of a plan."""
 

@@ -10,7 +10,7 @@ from dflash_serve import environment, paths
 from dflash_serve.checkpoint.facts import DrafterFacts
 from dflash_serve.checkpoint.places import expected_directory
 from dflash_serve.errors import PreflightRefused
-from dflash_serve.findings import Finding, Severity, refuse
+from dflash_serve.findings import Finding, Severity, overruled, refuse, warn
 from dflash_serve.hardware.devices import choose_devices
 from dflash_serve.hardware.hypothetical import hypothetical
 from dflash_serve.hardware.inventory import read as read_inventory
@@ -24,7 +24,7 @@ from dflash_serve.plan.container import decide_runtime
 from dflash_serve.plan.patches import patch_decisions
 from dflash_serve.plan.prospects import expectations, exported
 from dflash_serve.recipe import catalogue
-from dflash_serve.recipe.schema import Checkpoint, Recipe
+from dflash_serve.recipe.schema import Checkpoint, Recipe, holds
 from dflash_serve.shape.arguments import Endpoint, arguments
 from dflash_serve.shape.arguments import environment as shape_environment
 from dflash_serve.shape.choose import choose
@@ -86,12 +86,13 @@ def make_plan(request: Request) -> model.Plan:
     pair = pair_of(recipe)
     patches = patch_decisions(spec.vllm_version)
     shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request.overrides, indices, _grouping(patches))
-    findings = [*said, *shape.findings]
+    findings = [*said, *_class(recipe, inventory, shape), *shape.findings]
     overlays = _overlays(recipe, pair, shape, spec.vllm_version)
     findings += _pair_findings(pair, shape, overlays, spec.vllm_version)
     findings += [finding for overlay in overlays for finding in overlay.findings]
-    if any(finding.severity is Severity.REFUSE and finding.id not in request.forced for finding in findings):
-        raise PreflightRefused([f for f in findings if f.id not in request.forced])
+    findings = [overruled(finding, request.forced) for finding in findings]
+    if any(finding.severity is Severity.REFUSE for finding in findings):
+        raise PreflightRefused(findings)
     target, drafter = _references(recipe, pair, shape, overlays)
     served_name = recipe.served_name
     runtime, why_runtime, container = decide_runtime(
@@ -164,6 +165,20 @@ def no_gpu(recipe: Recipe, inventory: Inventory) -> Finding:
         + "serve what runs here: ./start.sh tiny; or see the plan for other GPUs: "
         f"dflash-serve plan {recipe.name} --gpu 2x5090",
     )
+
+
+def _class(recipe: Recipe, inventory: Inventory, shape: ServingShape) -> list[Finding]:
+    """A plan can be read for GPUs that the recipe is not for; a start on them is refused."""
+    wanted = recipe.requires.compute_capability if recipe.requires else None
+    chosen = [gpu for gpu in inventory.gpus if gpu.index in shape.gpus and gpu.compute_capability]
+    poor = [gpu for gpu in chosen if wanted and not holds(wanted, float(gpu.compute_capability or 0))]
+    if shape.variant == "cpu" or not poor:
+        return []
+    what = (
+        f"{recipe.name} is for compute capability {wanted}; this is {poor[0].compute_capability}: preflight refuses it"
+    )
+    fix = "--force gpu-capability, knowing what the other lines say is given up"
+    return [warn("gpu-capability", what, where=poor[0].label, fix=fix)]
 
 
 def _why_variant(recipe: Recipe, inventory: Inventory, variant: str) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from dflash_serve.errors import PreflightRefused
-from dflash_serve.findings import Finding, Severity, refuse
+from dflash_serve.findings import Finding, Severity, overruled, refuse
 from dflash_serve.hardware.lock import GpuLocks, acquire
-from dflash_serve.plan.model import Plan
+from dflash_serve.plan.model import PLANNING_IDS, Plan
 from dflash_serve.preflight.context import Context
 from dflash_serve.preflight.from_plan import context_of
 from dflash_serve.preflight.registry import Check, all_checks, known_ids
@@ -38,7 +38,11 @@ def preflight(plan: Plan, **changes: Any) -> tuple[list[Finding], GpuLocks]:
         what = "the plan is for GPUs that were only named"
         return [refuse("plan-hypothetical", what, where="--gpu", fix="leave --gpu out to check this machine")], held
     context = context_of(plan, **changes)
-    findings = run(context)
+    # What the planner had to give up, such as the drafter, is shown where a start is decided.
+    found = run(context)
+    ids = {finding.id for finding in found}
+    found += [finding for finding in plan.findings if finding.id not in ids]
+    findings = sorted(found, key=lambda finding: ORDER[finding.severity])
     if not any(finding.severity is Severity.REFUSE for finding in findings):
         try:
             held = acquire(context.gpu_uuids, plan.recipe)
@@ -55,21 +59,15 @@ def run(context: Context, checks: Iterable[Check] | None = None) -> list[Finding
             found += check.run(context)
         except Exception as exc:
             found.append(_crashed(check, exc))
-    found = [_forced(finding, context.forced) for finding in found]
+    found = [overruled(finding, context.forced - FIRM.keys()) for finding in found]
     found += _misspelled(context.forced)
     return sorted(dict.fromkeys(found), key=lambda finding: ORDER[finding.severity])
 
 
-def _forced(finding: Finding, forced: frozenset[str]) -> Finding:
-    if finding.severity is not Severity.REFUSE or finding.id not in forced or finding.id in FIRM:
-        return finding
-    return finding.model_copy(update={"severity": Severity.WARN, "what": f"{finding.what} (forced)"})
-
-
 def _misspelled(forced: frozenset[str]) -> list[Finding]:
-    known = known_ids()
+    known = (*known_ids(), *PLANNING_IDS)
     out: list[Finding] = []
-    for id in sorted(forced - set(known)):
+    for id in sorted(id for id in forced - set(known) if not id.startswith("overlay-")):
         near = difflib.get_close_matches(id, known, n=3, cutoff=0.4)
         fix = f"did you mean {' or '.join(near)}?" if near else "the ids stand in brackets behind each finding"
         out.append(refuse("unknown-check", f"--force {id[:60]}: there is no such check", fix=fix))
