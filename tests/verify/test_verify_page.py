@@ -78,6 +78,14 @@ def test_charts_stay_inside_their_frame(first: list[float], second: list[float])
             assert -0.1 <= top <= top + float(box.attrib["height"]) <= svg.HEIGHT + 0.1
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0"), (4.7e-7, "0"), (0.75, "0.75"), (1.875, "1.88"), (1250.0, "1,250"), (25_000.0, "25k"), (2.5e6, "2.5M")],
+)
+def test_ticks_are_short(value: float, shown: str) -> None:
+    assert svg._number(value) == shown
+
+
 def test_a_passed_verification_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_SERVE_STATE", str(tmp_path))
     assert history("tiny") == {}

@@ -181,7 +181,9 @@ def _task(mine: Evaluation, task: Task, other: Task | None) -> Check:
         changed = sum(1 for d in differences if d)
         figures |= {f"{task.name}_difference": round(mean, 4), f"{task.name}_difference_noise": round(spread, 4)}
         beside = "without" if mine.drafter else "with"
-        detail += f"; {beside} {other.score:.1%}, paired difference {mean:+.1%} ± {spread:.1%} ({changed} changed)"
+        alike = sum(other.right[question] for question in both) / len(both)
+        detail += f"; {beside} {alike:.1%} of the same {len(both)}"
+        detail += f", paired difference {mean:+.1%} ± {spread:.1%} ({changed} changed)"
         worse = mean if mine.drafter else -mean
         if worse + spread < 0:
             return failed(

@@ -25,12 +25,18 @@ def page(report: Report) -> str:
 <h1>{escape(report.recipe)} <span class="verdict {"good" if good else "bad"}">{verdict}</span></h1>
 <p class="meta">{escape(report.url)} · vLLM {escape(report.vllm_version or "unknown")} · {report.level} verification of
 {when}, {report.seconds:.0f} s</p>
-<h2>Figures</h2>{_figures(report)}
+{_failures(report)}<h2>Figures</h2>{_figures(report)}
 {f'<h2>Plots</h2><div class="charts">{charts}</div>' if charts else ""}
 <h2>Checks</h2><table><tr><th></th><th>check</th><th>what was seen</th><th>s</th></tr>
 {"".join(_row(check) for check in report.checks)}</table>
 </body></html>
 """
+
+
+def _failures(report: Report) -> str:
+    if not report.failures:
+        return ""
+    return f"<h2>What failed</h2><table>{''.join(_row(check) for check in report.failures)}</table>"
 
 
 SHOWN = {

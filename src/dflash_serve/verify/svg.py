@@ -37,7 +37,7 @@ def spans(rows: Sequence[tuple[str, float, float]], *, unit: str) -> str:
     parts = []
     for tick in range(5):
         value = end * tick / 4
-        parts.append(_text(LEFT + value * scale, HEIGHT - BOTTOM + 15, f"{value:.3g}"))
+        parts.append(_text(LEFT + value * scale, HEIGHT - BOTTOM + 15, _number(value)))
     parts.append(_text(LEFT + _plot_width() / 2, HEIGHT - 4, unit))
     for i, (label, start, stop) in enumerate(rows):
         y = TOP + i * height
@@ -62,7 +62,7 @@ def lines(x: Sequence[float], rows: Mapping[str, Sequence[float]], *, unit: str,
         parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.5" fill="{colour}"/>' for px, py in points[:200]]
     for tick in range(5):
         value = first + reach * tick / 4
-        parts.append(_text(LEFT + _plot_width() * tick / 4, HEIGHT - BOTTOM + 15, f"{value:,.4g}"))
+        parts.append(_text(LEFT + _plot_width() * tick / 4, HEIGHT - BOTTOM + 15, _number(value)))
     parts.append(_text(LEFT + _plot_width() / 2, HEIGHT - 4, along))
     return _figure(parts, list(rows) if len(rows) > 1 else [])
 
@@ -87,13 +87,23 @@ def _ceiling(value: float) -> float:
     return next(power * step for step in (1, 2, 2.5, 5, 10) if power * step >= value * 0.9999)
 
 
+def _number(value: float) -> str:
+    """A tick's label, short: 25k, 1,250, 0.75, 0."""
+    if abs(value) < 1e-6:
+        return "0"
+    for size, unit in ((1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e6 if unit == 'M' else 1e3):.4g}{unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def _axes(top: float, unit: str) -> str:
     out = []
     for tick in range(5):
         value = top * tick / 4
         y = _y(value, top)
         out.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#e3e7ed"/>')
-        out.append(_text(LEFT - 6, y + 4, f"{value:,.3g}", anchor="end"))
+        out.append(_text(LEFT - 6, y + 4, _number(value), anchor="end"))
     middle = (HEIGHT - BOTTOM + TOP) / 2
     out.append(
         f'<text x="11" y="{middle}" transform="rotate(-90 11 {middle})" text-anchor="middle">{escape(unit)}</text>'
