@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 from pathlib import Path
 
@@ -10,10 +12,11 @@ import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-try:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-except ImportError:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+# Where the parser lives: 0.33.0, 0.32.0, before.
+for _place in ("common", "launchers", "openai"):
+    with contextlib.suppress(ImportError):
+        make_arg_parser = importlib.import_module(f"vllm.entrypoints.{_place}.cli_args").make_arg_parser
+        break
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
