@@ -81,10 +81,11 @@ install_packages() {
 
 start_engine() {
     if docker version >/dev/null 2>&1; then return; fi
+    # It outlives this script: a lock that the caller holds by an open file (flock) must not stay with it.
     setsid dockerd -H "unix://$socket" --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/docker.pid" \
         --iptables=false --ip6tables=false --ip-forward=false --ip-masq=false \
         --bip 172.28.0.1/24 --default-address-pool base=172.29.0.0/16,size=24 \
-        >"$dir/dockerd.log" 2>&1 </dev/null &
+        >"$dir/dockerd.log" 2>&1 </dev/null 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&- &
     until_ok 40 docker version || fail "the engine did not start" "$dir/dockerd.log"
     say "engine $(docker info -f '{{.ServerVersion}}, {{.Driver}}' 2>/dev/null)"
 }
