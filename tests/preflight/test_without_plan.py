@@ -120,3 +120,9 @@ def test_what_the_planner_gave_up_is_shown_before_the_start(call: Call) -> None:
     found = {finding["id"]: finding["severity"] for finding in json.loads(done.stdout)["findings"]}
     assert found["draft-float16"] == "warn"  # served without its drafter: nobody may have to find that out
     assert found["gpu-capability"] == "refuse"
+
+
+def test_who_has_the_gpu_is_said_beside_what_does_not_fit(call: Call) -> None:
+    done = call("busy-vllm", "preflight", RECIPE, "--port", "18437", "--runtime", "native", "--json")
+    found = {finding["id"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["does-not-fit"]["severity"] == found["gpu-busy"]["severity"] == "refuse"

@@ -157,11 +157,15 @@ def _offline(
     repo, part = checkpoint.repo or "", checkpoint.subdirectory
     commit = manifest.revision if manifest is not None else checkpoint.revision or main_revision(repo, cache)
     if commit is None:
-        raise CheckpointError(f"{repo} is not in the cache", where=str(cache), fix="fetch it without --offline first")
+        raise CheckpointError(
+            f"{repo} is not in the cache", where=str(cache), fix="fetch it first, without --offline and HF_HUB_OFFLINE"
+        )
     snapshot = snapshot_dir(repo, commit, cache)
     if not snapshot.is_dir():
         raise CheckpointError(
-            f"{repo} at {commit[:12]} is not in the cache", where=str(cache), fix="fetch it without --offline first"
+            f"{repo} at {commit[:12]} is not in the cache",
+            where=str(cache),
+            fix="fetch it first, without --offline and HF_HUB_OFFLINE",
         )
     if manifest is not None:
         manifest = _below(manifest, part)

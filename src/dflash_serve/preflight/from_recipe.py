@@ -28,7 +28,7 @@ def findings_without_plan(
 ) -> list[Finding]:
     """Why nothing can be planned, and everything else that stands in the way, refusals first.
 
-    Checks of the chosen GPUs have nothing to look at: no GPU was chosen.
+    Nobody has chosen GPUs: the checks look at all that could be.
 
     Args:
         why: the findings that kept the planner from a plan.
@@ -42,7 +42,7 @@ def findings_without_plan(
 
 
 def context_of_recipe(recipe: Recipe, *, host: str, port: int, forced: Iterable[str] = ()) -> Context:
-    """What a start of the recipe needs of this machine, as far as that doesn't depend on its GPUs."""
+    """What a start of the recipe needs of this machine, as far as that doesn't depend on a shape."""
     variant: Literal["cuda", "cpu"] = "cpu" if recipe.engine.variant == "cpu" else "cuda"
     sides = [Side("target", recipe.target.repo, recipe.target.revision, directory_of(recipe.target), recipe.target)]
     drafter = recipe.drafter
@@ -50,12 +50,16 @@ def context_of_recipe(recipe: Recipe, *, host: str, port: int, forced: Iterable[
         sides.append(Side("drafter", checkpoint.repo, checkpoint.revision, directory_of(checkpoint), checkpoint))
     weights = weights_of(recipe.name, sides)
     cuda = engine_cuda() if variant == "cuda" else None
+    inventory = read()
+    gpus = [gpu for gpu in inventory.gpus if gpu.healthy and not gpu.mig_enabled] if variant == "cuda" else []
     return Context(
         recipe=recipe.name,
-        inventory=read(),
+        inventory=inventory,
         variant=variant,
         host=host,
         port=port,
+        gpus=tuple(gpu.index for gpu in gpus),
+        gpu_uuids=tuple(gpu.uuid or f"index-{gpu.index}" for gpu in gpus),
         requires_capability=recipe.requires.compute_capability if recipe.requires else None,
         requires_memory_gib=recipe.requires.gpu_memory_gib if recipe.requires else None,
         method=drafter.method.value if drafter else None,
