@@ -59,6 +59,7 @@ FAILURES = (
     Silent("inert-drafter", drafting.drafter, "drafter", "is inert", ZERO),
     Silent("fp16-nan-drafter", drafting.drafter, "drafter", "is inert", server={"accept": (0,), "nan_drafts": 1}),
     Silent("sometimes-nan", drafting.drafter, "nan-drafts", "are NaN", server={"nan_drafts": 1}),
+    Silent("inert-on-chat", drafting.drafter, "drafter-chat", "on chat", server={"accept_chat": (0,)}),
     Silent("no-drafter", drafting.drafter, "drafter", "whatever its speed", server={"accept": None}),
     Silent("positions-swapped", drafting.drafter, "positions", "more often than an earlier one", LATER_MORE),
     Silent("metrics-renamed", boot.metric_names, "metric-names", "vllm:kv_cache_usage_perc",

@@ -48,6 +48,7 @@ class FakeEngine:
         slots: requests that run at once; others wait.
         prefix: whether the prefix cache works.
         accept_cached, accept_long: used instead of `accept` after a cached prompt, after one above 1,000 tokens.
+        accept_chat: used instead of `accept` for chat.
         nan_drafts: drafts of the plugin's sample that are NaN, for every draft made.
     """
 
@@ -61,6 +62,7 @@ class FakeEngine:
     reasoning: bool = False
     accept_cached: tuple[int, ...] | None = None
     accept_long: tuple[int, ...] | None = None
+    accept_chat: tuple[int, ...] | None = None
     nan_drafts: int = 0
     patches: tuple[str, ...] = ()
     counts: dict[str, float] = field(default_factory=dict)
@@ -243,7 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def prose(self, wanted: int) -> Iterator[dict[str, Any]]:
         made, token = 0, 5
-        for tokens in self.engine.steps(wanted):
+        for tokens in self.engine.steps(wanted, self.engine.accept_chat):
             time.sleep(self.engine.step)
             text = ""
             for _ in range(tokens):

@@ -44,6 +44,15 @@ def drafter(subject: Subject) -> list[Check]:
         figures[f"accepted_position_{position}"] = round(rate, 4)
     series = {"accepted_by_position": rates, "conditional_by_position": telemetry.conditional_rates(seen)}
     checks = [_band(subject, length, figures, series), _positions(rates), _history(subject, length)]
+    if chat_seen.drafts and not chat_seen.accepted_tokens:
+        checks.append(
+            failed(
+                "drafter-chat",
+                f"nothing is accepted of {chat_seen.draft_tokens:.0f} draft tokens on chat, {length:.2f} on code",
+                where="POST /v1/chat/completions, the same drafter",
+                fix="the chat template or the thinking tokens are not the ones that the drafter was trained with",
+            )
+        )
     if nan_drafts := telemetry.process_value(seen, "nan_drafts"):
         checks.append(
             failed(
