@@ -103,7 +103,7 @@ def test_a_fixed_pool_without_head_room_names_the_pool_that_has_it() -> None:
 def test_volta_is_refused_with_the_image_that_serves_it() -> None:
     shape = shape_of(FP8, "4xv100")
     assert "architecture" in ids(shape)
-    assert "volta image" in next(finding.fix for finding in shape.findings if finding.id == "architecture")
+    assert "1Cat-vLLM" in next(finding.fix for finding in shape.findings if finding.id == "architecture")
 
 
 def test_unified_memory_leaves_the_host_its_share() -> None:

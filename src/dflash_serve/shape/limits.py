@@ -120,7 +120,7 @@ def attention(case: Case) -> Iterator[Finding]:
         yield refuse(
             "architecture",
             f"vLLM's wheels carry no code for {case.architecture.name} GPUs",
-            fix=f"serve them from the {case.architecture.image_variant} image",
+            fix=f"{case.architecture.drafter.reason}; this project has no image of it",
         )
         return
     shape = case.shape
