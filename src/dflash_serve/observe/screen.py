@@ -117,7 +117,7 @@ def _positions(view: View, width: int) -> Table:
         grid.add_row(
             ("position " if at == 0 else "") + str(at + 1),
             f"{rate:.0%}",
-            Text.assemble((bar(rate, width), "cyan"), (f" {conditional:.0%} once before" if at else "", _DIM)),
+            Text.assemble((bar(rate, width), "cyan"), (f" {conditional:.0%} when reached" if at else "", _DIM)),
         )
     return grid
 
