@@ -45,3 +45,19 @@ def test_every_rule_and_panel_has_data_and_a_lost_server_is_seen(server: Replay,
         prometheus.until('ALERTS{alertname="ServerDown",alertstate="pending"}', 20)
     finally:
         prometheus.close()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.serve  # waits for the alert's own half minute; the quick tests shall not
+def test_the_alarm_goes_off_when_drafts_are_no_longer_accepted(server: Replay, tmp_path: Path) -> None:
+    accepted = "vllm:spec_decode_num_accepted_tokens"
+    server._rows = [(s, value, 0.0 if s.startswith(accepted) else grown) for s, value, grown in server._rows]
+    prometheus = Prometheus(tmp_path, server.url.split("/")[2], free_port())
+    try:
+        firing = prometheus.until('ALERTS{alertname="DrafterInert",alertstate="firing"}', 110)
+        assert firing[0]["metric"]["severity"] == "critical"
+        assert prometheus.value("instance:acceptance_length:rate5m") == 1
+        server._rows = [(s, value, 1.0 if s.startswith(accepted) else grown) for s, value, grown in server._rows]
+        prometheus.until('absent(ALERTS{alertname="DrafterInert",alertstate="firing"})', 30)
+    finally:
+        prometheus.close()
