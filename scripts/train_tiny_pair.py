@@ -3,6 +3,7 @@
 
     train_tiny_pair.py prepare --library Python-3.12.1/Lib --data DIR        tokenizer and token streams
     train_tiny_pair.py train dense --data DIR --out recipes --minutes 5      one pair; also `hybrid`
+    train_tiny_pair.py sensitive --data DIR --device cpu --minutes 13        tests/data/needs_block.safetensors
     train_tiny_pair.py prompts --library Python-3.12.1/Lib                   tests/data/heldout_prompts.json
     train_tiny_pair.py lock --library Python-3.12.1/Lib                      record another corpus
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,6 +32,7 @@ from tiny_pair.target import Target
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPTS = REPOSITORY / "tests" / "data" / "heldout_prompts.json"
+NEEDS_BLOCK = REPOSITORY / "tests" / "data" / "needs_block.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,16 @@ class Size:
 
 
 SIZES = {
-    "cuda": Size(target_tokens=65536, window=1024, rollout_batch=8192, drafter_sequences=256, anchors=24),
-    "cpu": Size(target_tokens=2048, window=256, rollout_batch=16, drafter_sequences=8, anchors=16),
+    "cuda": Size(
+        target_tokens=65536, window=1024, rollout_batch=8192, drafter_sequences=256, anchors=24, sensitive_sequences=160
+    ),
+    "cpu": Size(
+        target_tokens=2048, window=256, rollout_batch=16, drafter_sequences=8, anchors=16, sensitive_sequences=6
+    ),
 }
 DRAFTER_SHARE_AT_LEAST = 0.4
+SENSITIVE_SEQUENCES = {"cuda": 160, "cpu": 6}
+SENSITIVE = ("layers.0.self_attn.", "layers.1.self_attn.")
 
 
 def train_pair(spec: PairSpec, args: argparse.Namespace) -> None:
@@ -95,6 +104,44 @@ def train_pair(spec: PairSpec, args: argparse.Namespace) -> None:
     show(target, tokenizer, args.device)
 
 
+def train_sensitive(args: argparse.Namespace) -> None:
+    """Weights that make the dense pair's drafter need its whole block; the rest of it stays as it is.
+
+    By itself a drafter this small hardly looks at later mask tokens, so running it causally costs next to nothing, and
+    no test could see it. Only the attention of the first layers is trained, and only it is written: a file for tests,
+    not a better drafter.
+    """
+    spec, cuda = PAIRS["dense"], args.device.startswith("cuda")
+    kind = "cuda" if cuda else "cpu"
+    torch.manual_seed(args.seed)
+    tokenizer, streams = data.load(args.data, args.device)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    target = checkpoint.load_target(args.out / spec.directory / "target", args.device, dtype)
+    drafter = checkpoint.load_drafter(args.out / spec.directory / "drafter", args.device)
+    prompts = {split: rollouts.Prompts.of(streams[split], tokenizer) for split in ("rollout", "train", "heldout")}
+    aux = spec.drafter.aux_layers
+    pool = rollouts.Rollouts.join(
+        [
+            rollouts.gather(target, prompts[split], rollouts.SHORT, aux, args.rollouts, args.seed + i)
+            for i, split in enumerate(("rollout", "train"))
+        ]
+    )
+    unseen = rollouts.gather(target, prompts["heldout"], rollouts.UNSEEN, aux, min(64, args.rollouts), args.seed)
+    trained = {name: p for name, p in drafter.named_parameters() if name.startswith(SENSITIVE)}
+    for parameter in trained.values():
+        parameter.requires_grad_(True)
+    budget = train_drafter.DrafterBudget(
+        SENSITIVE_SEQUENCES[kind], SIZES[kind].anchors, args.minutes * 60, lr=1.5e-3, causal_weight=0.5
+    )
+    train_drafter.train(drafter, target, [(pool, 1.0)], budget, args.seed, autocast=cuda, compiled=False)
+    weights = {name: p.detach().to(torch.bfloat16).cpu().contiguous() for name, p in trained.items()}
+    save_file(weights, NEEDS_BLOCK, metadata={"format": "pt"})
+    NEEDS_BLOCK.chmod(0o644)
+    for causal in (False, True):
+        length, _ = train_drafter.acceptance_length(drafter, target, unseen, causal=causal)
+        print(f"[drafter] heldout, {'causal' if causal else 'right'}: acceptance length {length:.3f}", flush=True)
+
+
 def show(target: Target, tokenizer: Tokenizer, device: str) -> None:
     """Print a few greedy continuations, to look at."""
     samples = [
@@ -135,8 +182,17 @@ def main() -> None:
     command.add_argument(
         "--keep-target", action="store_true", help="use the target that is there, train the drafter only"
     )
+    command = commands.add_parser("sensitive")
+    command.add_argument("--data", type=Path, required=True)
+    command.add_argument("--out", type=Path, default=REPOSITORY / "recipes", help="where the pair is")
+    command.add_argument("--device", default="cuda")
+    command.add_argument("--minutes", type=float, default=13.0)
+    command.add_argument("--rollouts", type=int, default=40, help="sequences of each prompt length and split")
+    command.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.command == "train":
+    if args.command == "sensitive":
+        train_sensitive(args)
+    elif args.command == "train":
         train_pair(PAIRS[args.pair], args)
     elif args.command == "lock":
         corpus.write_lock(corpus.read_files(args.source))

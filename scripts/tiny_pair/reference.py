@@ -148,11 +148,11 @@ class Drafter(nn.Module):
         ids[..., 0] = bonus
         return ids.flatten(1)
 
-    def mask(self, anchors: Tensor, length: int) -> Tensor:
+    def mask(self, anchors: Tensor, length: int, causal: bool = False) -> Tensor:
         """What blocks at positions ``anchors`` [B, A] may see: [B, 1, A * block, length + A * block], true is visible.
 
         The context ends before the anchor (the bonus token's hidden state is not known yet); the window counts
-        positions to both sides, and blocks do not see one another.
+        positions to both sides, and blocks do not see one another. ``causal`` is how a drafter is run by mistake.
         """
         block = self.spec.block
         positions = (anchors[..., None] + torch.arange(block, device=anchors.device)).flatten(1)[..., None]
@@ -160,10 +160,13 @@ class Drafter(nn.Module):
         first = anchors.repeat_interleave(block, 1)[..., None]
         seen = (context < first) & (positions - context < self.spec.window)
         owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
-        inside = (owner[:, None] == owner).expand(anchors.shape[0], -1, -1)
+        inside = owner[:, None] == owner
+        if causal:
+            inside = inside.tril()
+        inside = inside.expand(anchors.shape[0], -1, -1)
         return torch.cat([seen, inside], -1)[:, None]
 
-    def forward(self, embedded: Tensor, aux: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, embedded: Tensor, aux: Tensor, anchors: Tensor, causal: bool = False) -> Tensor:
         """Blocks at ``anchors`` [B, A] of sequences with aux states [B, T, aux * hidden] -> [B, A, block - 1, hidden].
 
         ``embedded`` [B, A * block, hidden] are the target's embeddings of ``block_ids``.
@@ -173,7 +176,7 @@ class Drafter(nn.Module):
         steps = torch.arange(spec.block, device=anchors.device)
         block_rotary = rotary_tables((anchors[..., None] + steps).flatten(1), spec.attention)
         context_rotary = rotary_tables(torch.arange(aux.shape[1], device=aux.device), spec.attention)
-        mask = self.mask(anchors, aux.shape[1])
+        mask = self.mask(anchors, aux.shape[1], causal)
         x = embedded
         for layer in self.layers:
             x = layer(x, context, block_rotary, context_rotary, mask)

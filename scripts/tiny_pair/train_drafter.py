@@ -16,16 +16,20 @@ from tiny_pair.target import Target
 NEAR = 160
 NEAR_SHARE, CORPUS_SHARE = 0.75, 0.1
 POSITION_DECAY = 5.0
+# Where a drafter shall need the whole block: its loss when it is run causally is pushed up until it is this much (nats)
+# above the right one, on a share of the anchors.
+CAUSAL_MARGIN, CAUSAL_SHARE = 2.0, 0.25
 
 
 @dataclass(frozen=True)
 class DrafterBudget:
-    """Sequences a step, anchors a sequence, seconds and learning rate."""
+    """Sequences a step, anchors a sequence, seconds and learning rate; the weight of the causal margin, or 0."""
 
     sequences: int
     anchors: int
     seconds: float
     lr: float
+    causal_weight: float = 0.0
 
 
 def _anchors(prompt: Tensor, length: int, count: int, block: int, generator: torch.Generator) -> Tensor:
@@ -44,15 +48,19 @@ def _tokens(ids: Tensor, anchors: Tensor, block: int) -> Tensor:
     return ids.gather(1, places.flatten(1)).view(places.shape)
 
 
-def draft_states(drafter: Drafter, target: Target, rollouts: Rollouts, anchors: Tensor) -> tuple[Tensor, Tensor]:
+def draft_states(
+    drafter: Drafter, target: Target, rollouts: Rollouts, anchors: Tensor, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """Normed states [B, A, block - 1, hidden] at the mask positions and their logits [B, A, block - 1, vocabulary]."""
     bonus = rollouts.ids.gather(1, anchors)
     embedded = target.embed(drafter.block_ids(bonus)).to(drafter.fc.weight.dtype)
-    hidden = drafter(embedded, rollouts.aux, anchors)
+    hidden = drafter(embedded, rollouts.aux, anchors, causal)
     return hidden, target.logits(hidden)
 
 
-def _loss(drafter: Drafter, target: Target, rollouts: Rollouts, anchors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(
+    drafter: Drafter, target: Target, rollouts: Rollouts, anchors: Tensor, causal_weight: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     hidden, logits = draft_states(drafter, target, rollouts, anchors)
     block = _tokens(rollouts.ids, anchors, drafter.spec.block)
     wanted, before = block[..., 1:], block[..., :-1]
@@ -73,7 +81,14 @@ def _loss(drafter: Drafter, target: Target, rollouts: Rollouts, anchors: Tensor)
         "chosen": chosen.detach().mean(),
         "accepted+1": 1 + right.float().cumprod(-1).sum(-1).mean(),
     }
-    return ((plain + chosen) * weight).mean(), figures
+    loss = ((plain + chosen) * weight).mean()
+    if causal_weight:
+        some = max(1, round(anchors.shape[1] * CAUSAL_SHARE))
+        _, wrong = draft_states(drafter, target, rollouts, anchors[:, :some], causal=True)
+        causal = F.cross_entropy(wrong.flatten(0, -2).float(), wanted[:, :some].flatten(), reduction="none")
+        figures["causal"] = causal.detach().mean()
+        loss = loss + causal_weight * F.relu(CAUSAL_MARGIN - (causal - plain[:, :some].detach().flatten())).mean()
+    return loss, figures
 
 
 def train(
@@ -102,14 +117,14 @@ def train(
         batch = Rollouts(pool.ids[rows], pool.prompt[rows], pool.aux[rows])
         anchors = _anchors(batch.prompt, length, budget.anchors, drafter.spec.block, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            return _loss(drafter, target, batch, anchors)
+            return _loss(drafter, target, batch, anchors, budget.causal_weight)
 
     optimise.train("drafter", drafter, loss_of, budget.seconds, budget.lr, weight_decay=0.05)
 
 
 @torch.no_grad()
 def acceptance_length(
-    drafter: Drafter, target: Target, rollouts: Rollouts, tokens: int = 96, batch: int = 64
+    drafter: Drafter, target: Target, rollouts: Rollouts, tokens: int = 96, batch: int = 64, causal: bool = False
 ) -> tuple[float, list[float]]:
     """Accepted + 1 a verification over the first ``tokens`` greedy tokens, and the share accepted by position."""
     block = drafter.spec.block
@@ -122,7 +137,7 @@ def acceptance_length(
         for part in rows.split(batch):
             chosen = Rollouts(rollouts.ids[part], rollouts.prompt[part], rollouts.aux[part])
             places = anchors.expand(len(part), -1)
-            hidden, logits = draft_states(drafter, target, chosen, places)
+            hidden, logits = draft_states(drafter, target, chosen, places, causal)
             bonus = chosen.ids.gather(1, places).flatten()
             drafts = drafter.candidate_selector.walk(hidden.flatten(0, 1), logits.flatten(0, 1), bonus)
             right = drafts.view(len(part), -1, block - 1) == _tokens(chosen.ids, places, block)[..., 1:]
