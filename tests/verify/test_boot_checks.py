@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from dflash_serve.plan.model import Decision, GpuRef, Plan
@@ -103,3 +106,37 @@ def test_topk_without_flashinfer(tiny_plan: Plan) -> None:
         assert not boot.topk(subject(plan, line, engine.url))[0].passed
         assert not boot.topk(subject(plan, "", engine.url))[0].checked
     assert not boot.topk(subject(tiny_plan, line))[0].checked
+
+
+SPECULATIVE = "speculative_config=SpeculativeConfig(method='dflash', model='{}', num_spec_tokens=7), tokenizer='x'\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "good"),
+    [
+        ({"is_causal": False}, True),
+        ({"dflash_config": {"causal": False}}, True),
+        ({"is_causal": True}, False),
+        ({"is_causal": True, "dflash_config": {"causal": False}}, False),
+        ({"layer_types": ["sliding_attention"]}, False),
+    ],
+)
+def test_a_causal_drafter_is_seen_in_what_is_served(
+    tiny_plan: Plan, tmp_path: Path, config: dict[str, object], good: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tiny_plan.drafter is not None
+    drafter = tiny_plan.drafter.model_copy(update={"served_from": str(tmp_path)})
+    plan = tiny_plan.model_copy(update={"drafter": drafter})
+    (check,) = boot.drafter_served(subject(plan, SPECULATIVE.format(tmp_path)))
+    assert check.passed is good
+    assert check.checked
+
+
+def test_another_drafter_than_the_planned_one_is_seen(tiny_plan: Plan) -> None:
+    assert tiny_plan.drafter is not None
+    (check,) = boot.drafter_served(subject(tiny_plan, SPECULATIVE.format(tiny_plan.drafter.served_from)))
+    assert check.passed
+    (check,) = boot.drafter_served(subject(tiny_plan, SPECULATIVE.format("/models/other")))
+    assert not check.passed
+    assert "/models/other" in check.detail

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
+from pathlib import Path
 
 from dflash_serve.observe.names import table
 from dflash_serve.verify import telemetry
@@ -74,6 +76,54 @@ def log_facts(subject: Subject) -> list[Check]:
         )
         for pattern in missing
     ]
+
+
+def drafter_served(subject: Subject) -> list[Check]:
+    """The engine drafts with the planned directory, and a DFlash2 drafter there says that it is not causal.
+
+    A causal block may be accepted almost as often, as on the tiny pair, so its acceptance alone does not tell.
+    """
+    plan = subject.plan
+    if plan is None or plan.drafter is None:
+        return [unchecked("drafter-served", NO_PLAN if plan is None else "there is no drafter")]
+    if subject.log is None:
+        return [unchecked("drafter-served", NO_LOG)]
+    match = re.search(r"speculative_config=SpeculativeConfig\([^)]*?model='([^']*)'", subject.log)
+    if match is None:
+        return [unchecked("drafter-served", "the log does not name the drafter's directory")]
+    place = match.group(1)
+    if place != plan.drafter.served_from:
+        return [
+            failed(
+                "drafter-served",
+                f"the engine drafts with {place}, planned was {plan.drafter.served_from}",
+                where="server.log: speculative_config",
+                fix=f"stop it and start it from its plan: ./start.sh down, ./start.sh {plan.recipe}",
+            )
+        ]
+    causal = _causal(Path(place)) if plan.drafter.method == "dflash2" else False
+    if causal is None:
+        return [passed("drafter-served", f"the planned drafter; its config is not readable here ({place})")]
+    if not causal:
+        return [passed("drafter-served", "the planned drafter, not causal")]
+    return [
+        failed(
+            "drafter-served",
+            "the drafter's config makes its blocks causal, and a DFlash2 drafter is trained without",
+            where=f"{place}/config.json: is_causal",
+            fix="compare it with the publisher's: dflash-serve fetch --verify; is_causal must be false",
+        )
+    ]
+
+
+def _causal(place: Path) -> bool | None:
+    """Whether vLLM makes the block causal: is_causal, else dflash_config.causal, else it does; None: not readable."""
+    try:
+        config = json.loads((place / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    nested = config.get("dflash_config") or {}
+    return bool(config.get("is_causal", nested.get("causal", True)))
 
 
 def sequences(subject: Subject) -> list[Check]:
@@ -258,5 +308,6 @@ def non_increasing(rates: tuple[float, ...], slack: float = 1e-9) -> bool:
 
 
 CHECKS = (
-    engine_version, window_served, log_facts, sequences, kv_pool, patches, metric_names, topk, graphs, backends,
+    engine_version, window_served, log_facts, drafter_served, sequences, kv_pool, patches, metric_names, topk, graphs,
+    backends,
 )  # fmt: skip

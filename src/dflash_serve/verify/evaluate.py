@@ -102,7 +102,9 @@ def harness() -> Path:
         if marker.is_file() and os.access(python, os.X_OK):
             return python
         _run([sys.executable, "-m", "venv", "--clear", str(place)])
-        _run([str(python), "-m", "pip", "install", "--quiet", "--no-input", "--require-hashes", "-r", str(lock)])
+        # The lock is complete; pip would ask for hashes of extras that it resolves anew.
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--no-deps", "--require-hashes"]
+        _run([*install, "-r", str(lock)])
         marker.write_text(version)
     return python
 
