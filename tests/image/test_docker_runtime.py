@@ -125,13 +125,19 @@ def test_the_cpu_is_served_natively_unless_asked(home: Path):
     [("", "docker", "compiler"), ("no Docker engine answers", "native", "no Docker engine answers")],
 )
 def test_gpus_are_served_from_an_image_where_there_can_be_one(
-    home: Path, monkeypatch: pytest.MonkeyPatch, missing: str, runtime_wanted: str, word: str
+    monkeypatch: pytest.MonkeyPatch, missing: str, runtime_wanted: str, word: str
 ):
     monkeypatch.setattr("dflash_serve.image.available.why_not", lambda _: missing)
+    chosen, reason, container_choice = planning.decide_runtime(None, "cuda", 0, 60)
+    assert chosen == runtime_wanted
+    assert word in reason
+    assert (container_choice is not None) == (runtime_wanted == "docker")
+
+
+def test_a_plan_for_other_gpus_does_not_ask_this_machines_docker(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dflash_serve.image.available.why_not", lambda _: "")
     plan = make_plan(Request(name="qwen3.8-27b-fp8", gpu="1xh100"))
-    assert plan.engine.runtime == runtime_wanted
-    assert word in plan.engine.reason
-    assert (plan.container is not None) == (runtime_wanted == "docker")
+    assert (plan.engine.runtime, plan.container) == ("native", None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from dflash_serve.plan import model
-from dflash_serve.shape.model import ServingShape
 
 # vLLM's ranks exchange tensors in /dev/shm, and Docker's own 64 MB are too few. It is a limit and costs nothing unused.
 SHM_BYTES = 8 * 2**30
@@ -15,7 +14,6 @@ SHM_BYTES_ONE_RANK = 2**30
 def decide_runtime(
     wanted: model.Runtime | None,
     variant: model.Variant,
-    shape: ServingShape,
     restarts: int,
     stop_seconds: int,
     *,
@@ -40,10 +38,10 @@ def decide_runtime(
         runtime, reason = wanted, f"{wanted}: --runtime"
     if runtime == "native":
         return runtime, reason, None
-    return runtime, reason, container(variant, shape, restarts, stop_seconds)
+    return runtime, reason, container(variant, restarts, stop_seconds)
 
 
-def container(variant: model.Variant, shape: ServingShape, restarts: int, stop_seconds: int) -> model.ContainerChoice:
+def container(variant: model.Variant, restarts: int, stop_seconds: int) -> model.ContainerChoice:
     """What the container gets."""
     from dflash_serve.image.identity import identity
 

@@ -96,7 +96,7 @@ def make_plan(request: Request) -> model.Plan:
     target, drafter = _references(recipe, pair, shape, overlays)
     served_name = recipe.served_name
     runtime, why_runtime, container = decide_runtime(
-        request.runtime, variant, shape, request.restarts, DRAIN_SECONDS, hypothetical=request.gpu is not None
+        request.runtime, variant, request.restarts, DRAIN_SECONDS, hypothetical=request.gpu is not None
     )
     endpoint = Endpoint(
         target=target.served_from,
