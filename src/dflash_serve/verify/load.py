@@ -14,6 +14,8 @@ from dflash_serve.verify.model import Check, Subject, failed, passed
 MOST_STREAMS = 8
 # A gap counts as a stall when it is both long by itself and out of proportion to the others.
 STALL_SECONDS, STALL_FACTOR = 5.0, 20.0
+# Streams shorter than this may have missed each other.
+BRIEF_SECONDS = 3.0
 # The slowest stream's steps a second against the fastest one's; short differences are the machine's.
 FAIR, UNFAIR_SECONDS = 0.33, 1.0
 
@@ -29,7 +31,8 @@ def concurrency(subject: Subject) -> list[Check]:
     tokens = _about_a_second(subject) * (4 if subject.full else 1)
     checks = _streams(subject, streams, tokens)
     apart = not checks[0].passed and checks[0].figures.get("streams_together", streams) < streams
-    return _streams(subject, streams, 4 * tokens) if apart else checks
+    brief = max(checks[0].series.get("finished_s", ()), default=0.0) < BRIEF_SECONDS
+    return _streams(subject, streams, 4 * tokens) if apart and brief else checks
 
 
 def _streams(subject: Subject, streams: int, tokens: int) -> list[Check]:
