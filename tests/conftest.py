@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,11 @@ from hypothesis import settings
 # Wall-clock deadlines fail on a busy machine and say nothing about the code.
 settings.register_profile("repository", deadline=None)
 settings.load_profile("repository")
+
+# Where a shell started the tests in the background, SIGINT is ignored, and so in every process that they start: a test
+# of Ctrl-C would test nothing.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _skipped: list[str] = []
 

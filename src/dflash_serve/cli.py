@@ -201,12 +201,20 @@ def _devices(text: str | None) -> tuple[str, ...] | None:
 @cli.command()
 @_plan_options
 @click.option("--diff", "other", metavar="NAME", help="Show what differs from another recipe's plan.")
+@click.option("--write", is_flag=True, help="Write what docker compose reads: .env, build/plan.json and more.")
 @_json_option
-def plan(other: str | None, as_json: bool, **options: Any) -> None:
+def plan(other: str | None, write: bool, as_json: bool, **options: Any) -> None:
     """Print every decision of a start, with its reason. Nothing is started."""
     from dflash_serve.plan import text
     from dflash_serve.plan.model import differences
 
+    if write:
+        if other is not None:
+            raise UsageError("--write writes one plan, --diff compares two", fix="use one of them")
+        from dflash_serve import stack
+
+        stack.write_and_tell(_make_plan(**{**options, "runtime": "docker"}))
+        return
     made = _make_plan(**options)
     if other is not None:
         rows = differences(made, _make_plan(**{**options, "name": other}))
