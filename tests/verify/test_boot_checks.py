@@ -119,6 +119,8 @@ SPECULATIVE = "speculative_config=SpeculativeConfig(method='dflash', model='{}',
         ({"is_causal": True}, False),
         ({"is_causal": True, "dflash_config": {"causal": False}}, False),
         ({"layer_types": ["sliding_attention"]}, False),
+        ({"layer_types": ["full_attention"]}, True),
+        ({}, True),
     ],
 )
 def test_a_causal_drafter_is_seen_in_what_is_served(

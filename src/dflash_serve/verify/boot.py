@@ -117,13 +117,17 @@ def drafter_served(subject: Subject) -> list[Check]:
 
 
 def _causal(place: Path) -> bool | None:
-    """Whether vLLM makes the block causal: is_causal, else dflash_config.causal, else it does; None: not readable."""
+    """Whether vLLM makes any block causal: is_causal, else dflash_config.causal, else where a layer slides; None: not
+    readable.
+    """
     try:
         config = json.loads((place / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    nested = config.get("dflash_config") or {}
-    return bool(config.get("is_causal", nested.get("causal", True)))
+    for said in (config.get("is_causal"), (config.get("dflash_config") or {}).get("causal")):
+        if said is not None:
+            return bool(said)
+    return "sliding_attention" in (config.get("layer_types") or ())
 
 
 def sequences(subject: Subject) -> list[Check]:
