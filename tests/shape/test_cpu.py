@@ -53,6 +53,14 @@ def test_tiny_shape(bf16: TargetFacts, dflash2: DrafterFacts) -> None:
     assert '"num_speculative_tokens":7' in text
 
 
+def test_a_pool_is_whole_gib(bf16: TargetFacts, dflash2: DrafterFacts) -> None:
+    target, drafter = small(bf16, dflash2)
+    for text, refused in (("0.5", True), ("1.5", True), ("2", False)):
+        shape = choose_cpu(find("tiny"), target, drafter, ram_bytes=16 * GIB, overrides={"kv_cache_gib": text})
+        assert [finding.id for finding in shape.findings] == ["kv-pool-whole-gib"] * refused
+    assert environment(shape) == {"VLLM_CPU_KVCACHE_SPACE": "2"}
+
+
 def test_overrides_meet_limits(bf16: TargetFacts, dflash2: DrafterFacts) -> None:
     target, drafter = small(bf16, dflash2)
     recipe = find("tiny")

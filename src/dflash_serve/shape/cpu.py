@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
@@ -134,6 +135,15 @@ def _limits(values: Mapping[str, Decision], target: TargetFacts, k: int) -> list
         found.append(refuse("window", f"the target was trained for {target.native_window} tokens"))
     if values["dtype"].value == "float16" and values["drafter"].value == "dflash2":
         found.append(refuse("draft-float16", "in float16 the drafter yields NaN (vllm#55250)", fix="dtype: bfloat16"))
+    pool = float(str(values["kv_cache_gib"].value))
+    if pool < SMALLEST_POOL_GIB or pool != int(pool):
+        found.append(
+            refuse(
+                "kv-pool-whole-gib",
+                f"on a CPU vLLM takes the KV pool in whole GiB, not {pool:g}",
+                fix=f"kv_cache_gib: {max(SMALLEST_POOL_GIB, math.ceil(pool))}",
+            )
+        )
     if not values["enforce_eager"].value:
         found.append(refuse("cpu-eager", "on a CPU vLLM compiles for minutes without enforce_eager"))
     return found
