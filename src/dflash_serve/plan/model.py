@@ -20,7 +20,7 @@ Runtime = Literal["native", "docker"]
 
 # Refusals of the planner that `--force` overrules; `overlay-RULE` comes on top.
 PLANNING_IDS = (
-    "architecture", "cpu-eager", "does-not-fit", "draft-batch-width", "draft-float16", "draft-kv-inherits",
+    "architecture", "cpu-eager", "does-not-fit", "draft-batch-width", "draft-float16", "draft-kv-inherits", "kv-pool-whole-gib",
     "draft-length", "drafter-anchor", "drafter-causality", "drafter-float16", "drafter-length", "drafter-mrope",
     "drafter-partial-rotary", "drafter-rope-type", "dtype", "head-room", "kv-backend", "nvfp4-kv-drafter",
     "pair-draft-tokens", "pair-draft-vocabulary", "pair-hidden-size", "pair-mask-token", "pair-num-target-layers",
