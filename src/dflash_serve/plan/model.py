@@ -20,9 +20,10 @@ Runtime = Literal["native", "docker"]
 
 # Refusals of the planner that `--force` overrules; `overlay-RULE` comes on top.
 PLANNING_IDS = (
-    "architecture", "cpu-eager", "does-not-fit", "draft-batch-width", "draft-float16", "draft-kv-inherits", "kv-pool-whole-gib",
+    "architecture", "cpu-eager", "does-not-fit", "draft-batch-width", "draft-float16", "draft-kv-inherits",
     "draft-length", "drafter-anchor", "drafter-causality", "drafter-float16", "drafter-length", "drafter-mrope",
-    "drafter-partial-rotary", "drafter-rope-type", "dtype", "head-room", "kv-backend", "nvfp4-kv-drafter",
+    "drafter-partial-rotary", "drafter-rope-type", "dtype", "head-room", "kv-backend", "kv-pool-whole-gib",
+    "nvfp4-kv-drafter",
     "pair-draft-tokens", "pair-draft-vocabulary", "pair-hidden-size", "pair-mask-token", "pair-num-target-layers",
     "pair-target-layers", "pair-vocabulary", "sequences", "target-length", "tensor-parallel", "window",
 )  # fmt: skip
