@@ -34,7 +34,9 @@ def test_a_corrupted_drafter_is_refused_by_verify_and_sets_off_the_alarm(shell: 
         shutil.copytree(ROOT / "recipes/tiny" / name, tmp_path / "tiny" / name)
     corrupt(tmp_path / "tiny/drafter/model.safetensors")
     recipe = tmp_path / "tiny.yaml"
-    shutil.copy(ROOT / "recipes/tiny.yaml", recipe)
+    # Relative paths of a recipe are relative to recipes/.
+    text = (ROOT / "recipes/tiny.yaml").read_text()
+    recipe.write_text(text.replace("path: tiny/", f"path: {tmp_path}/tiny/"))
     done = shell.run("up", str(recipe), "--keep-unverified", "--port", str(free_port()), check=False, timeout=540)
     assert done.returncode == 7, done.stdout + done.stderr
     status = shell.status()

@@ -65,7 +65,7 @@ class Goal(StrEnum):
 
 
 class Checkpoint(Model):
-    """Weights, on the hub (`repo`) or beside the recipe (`path`, relative to the recipe's file)."""
+    """Weights, on the hub (`repo`) or on this machine (`path`, absolute or relative to `recipes/`)."""
 
     repo: RepoId | None = None
     path: str | None = Field(default=None, description="Directory, relative to recipes/.")
