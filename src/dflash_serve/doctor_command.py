@@ -20,7 +20,7 @@ import click
 
 from dflash_serve import paths
 from dflash_serve.errors import UsageError
-from dflash_serve.hardware.kernel_log import KMSG, MAX_RECORDS, RECORD_BYTES
+from dflash_serve.hardware import kernel_log
 from dflash_serve.observe import bundle, redact
 from dflash_serve.observe.doctor import Diagnosis, Doctor, Found, Verdict
 from dflash_serve.observe.fingerprints import Role
@@ -234,26 +234,11 @@ def _kernel_since(root: Path, started: float) -> bytes:
     """Lines of the kernel's log since then (seconds since the epoch); empty when this user may not read it."""
     booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     kept: list[bytes] = []
-    try:
-        fd = os.open(root / KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        for _ in range(MAX_RECORDS):
-            try:
-                record = os.read(fd, RECORD_BYTES)
-            except BrokenPipeError:  # the record was overwritten meanwhile; the next read goes on
-                continue
-            except OSError:
-                break
-            head, _, message = record.partition(b";")
-            fields = head.split(b",")
-            if len(fields) > 2 and fields[2].isdigit() and booted + int(fields[2]) / 1e6 >= started:
-                kept.append(message.partition(b"\n")[0])
-            if not record:
-                break
-    finally:
-        os.close(fd)
+    for record in kernel_log.records(root) or ():
+        head, _, message = record.partition(b";")
+        fields = head.split(b",")
+        if len(fields) > 2 and fields[2].isdigit() and booted + int(fields[2]) / 1e6 >= started:
+            kept.append(message.partition(b"\n")[0])
     return b"\n".join(kept)
 
 

@@ -20,13 +20,15 @@ def parse_xids(text: str) -> dict[str, tuple[int, ...]]:
     return {bus: tuple(codes) for bus, codes in out.items()}
 
 
-def read_xids(root: Path) -> dict[str, tuple[int, ...]] | None:
-    """Xids since boot, as far as the log goes back; None when this user may not read it."""
+def records(root: Path) -> list[bytes] | None:
+    """Records of the kernel's log (`priority,sequence,microseconds since boot,...;message`), oldest first, as far as it
+    goes back; None when this user may not read it.
+    """
     try:
         fd = os.open(root / KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    found: list[str] = []
+    found: list[bytes] = []
     try:
         for _ in range(MAX_RECORDS):
             try:
@@ -37,11 +39,17 @@ def read_xids(root: Path) -> dict[str, tuple[int, ...]] | None:
                 break  # BlockingIOError: the end of the log
             if not record:
                 break
-            if b"NVRM: Xid" in record:
-                found.append(record.decode("utf-8", "replace"))
+            found.append(record)
     finally:
         os.close(fd)
-    return parse_xids("\n".join(found))
+    return found
+
+
+def read_xids(root: Path) -> dict[str, tuple[int, ...]] | None:
+    """Xids since boot, as far as the log goes back; None when this user may not read it."""
+    if (found := records(root)) is None:
+        return None
+    return parse_xids("\n".join(r.decode("utf-8", "replace") for r in found if b"NVRM: Xid" in r))
 
 
 def same_device(pci_bus_id: str | None, bus: str) -> bool:
