@@ -12,7 +12,7 @@ from dflash_serve import environment, paths
 from dflash_serve.checkpoint.config_reader import read_target
 from dflash_serve.checkpoint.fetch import FetchOptions, fetch_recipe
 from dflash_serve.environment.checks import size_of
-from dflash_serve.errors import BuildFailed, PreflightRefused, StartFailed, UsageError
+from dflash_serve.errors import BuildFailed, DFlashError, PreflightRefused, UsageError
 from dflash_serve.findings import Finding, Severity
 from dflash_serve.fsio import locked
 from dflash_serve.hardware.lock import GpuLocks
@@ -75,9 +75,9 @@ def up(
             with progress.step("verifying") as step:
                 report = verify(run, plan, step)
         except BaseException as exc:
-            cause = exc.what if isinstance(exc, StartFailed) else "interrupted"
+            cause = exc.what if isinstance(exc, DFlashError) else "interrupted"
             backend.stop(run, grace=2.0)
-            run.having(state=RunState.FAILED if isinstance(exc, StartFailed) else RunState.STOPPED, cause=cause)
+            run.having(state=RunState.FAILED if isinstance(exc, DFlashError) else RunState.STOPPED, cause=cause)
             raise
         failure = report.failure()
         if failure is not None and not keep_unverified:
