@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from types import SimpleNamespace
 
@@ -230,3 +232,27 @@ def test_status_reaches_other_processes_through_the_environment(tmp_path, monkey
     status.note("x", "why")
     assert status.read("x") == "why"
     assert [f.name for f in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("broken", ["removed", "full"])
+def test_a_fact_that_cannot_be_left_is_told_once_and_stops_nothing(broken, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(status.DIRECTORY, str(tmp_path / "gone" if broken == "removed" else tmp_path))
+    if broken == "full":
+        (tmp_path / f"x.{os.getpid()}").symlink_to("/dev/full")
+    monkeypatch.setattr(status, "_told", set())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            status.note("x", "why")
+    assert len(caplog.records) == 1
+    assert "x can't be left" in caplog.text
+
+
+def test_a_fact_that_cannot_be_read_is_none_and_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(status.DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(status, "_told", set())
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with caplog.at_level(logging.WARNING):
+        for name in ("directory", "binary", "directory", "absent"):
+            assert status.read(name) is None
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["directory", "binary"]

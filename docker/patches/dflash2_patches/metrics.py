@@ -58,6 +58,34 @@ def expected(text: str) -> dict[str, float]:
     return out
 
 
+def _bands() -> dict[str, float]:
+    # Alerts without bands are less than alerts; a server that does not start is worse.
+    try:
+        return expected(os.environ.get(EXPECTED, ""))
+    except ValueError as exc:
+        status.warn_once(EXPECTED, f"{EXPECTED} can't be read ({exc}): the plan's bands are not exported")
+        return {}
+
+
+def watched(text: str | None) -> dict[str, Any]:
+    """The worker's sums, `{}` before there are any.
+
+    Raises:
+        ValueError: not what `draft_watch.Sums` looks like.
+    """
+    sums = json.loads(text or "{}")
+    if not isinstance(sums, dict):
+        raise ValueError("not an object")
+    contexts = sums.get("contexts", {})
+    pairs = list(contexts.values()) if isinstance(contexts, dict) else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise ValueError("contexts are not pairs")
+    counts = [sums.get(key, 0) for key in _WATCHED] + [count for pair in pairs for count in pair]
+    if not all(isinstance(count, int | float) for count in counts):
+        raise ValueError("not all of it are numbers")
+    return sums
+
+
 class DraftStatLogger(AggregateStatLoggerBase):
     """Counters of drafted tokens by position and of verifications by acceptance length; patches as a gauge.
 
@@ -102,7 +130,7 @@ class DraftStatLogger(AggregateStatLoggerBase):
 
         self._config = vllm_config
         self._gauges: dict[str, Gauge] = {}
-        for name, value in expected(os.environ.get(EXPECTED, "")).items():
+        for name, value in _bands().items():
             self._set(f"dflash:expected_{name}", "What the plan expects of this server.", value)
         self._contexts = [
             Counter(
@@ -142,9 +170,13 @@ class DraftStatLogger(AggregateStatLoggerBase):
                 self._lengths.labels(self._model, engine_idx, index + 1).inc(count)
 
     def read_watch(self) -> None:
-        """Bring the counters up to the worker's sums."""
+        """Bring the counters up to the worker's sums. Sums of a worker that is behind another change nothing."""
         self._looked = time.monotonic()
-        sums = json.loads(status.read("draft_watch") or "{}")
+        try:
+            sums = watched(status.read("draft_watch"))
+        except ValueError as exc:
+            status.warn_once("draft_watch", f"the worker's sums can't be read ({exc}): their figures stand still")
+            return
         for key, counter in self._watched.items():
             if (grown := sums.get(key, 0) - self._seen[key]) > 0:
                 counter.inc(grown)
@@ -153,7 +185,7 @@ class DraftStatLogger(AggregateStatLoggerBase):
             seen = self._seen_contexts.setdefault(end, [0, 0])
             for counter, value, then in zip(self._contexts, now, seen, strict=True):
                 counter.labels(end).inc(max(0, value - then))
-            self._seen_contexts[end] = now
+            self._seen_contexts[end] = [max(pair) for pair in zip(now, seen, strict=True)]
 
     def log_engine_initialized(self) -> None:
         """Workers are up: export the patches and what the workers found."""

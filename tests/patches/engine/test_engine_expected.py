@@ -44,9 +44,17 @@ def test_bands_of_the_plan_are_exported(made):
 
 
 @pytest.mark.parametrize("text", ["acceptance", "x=y", "a b=1", "=1", "UPPER=1"])
-def test_a_broken_list_ends_the_start(made, text):
+def test_a_broken_list_is_told_and_the_server_starts_without_bands(made, monkeypatch, text):
+    from dflash2_patches import metrics, status
+
+    told = []
+    monkeypatch.setattr(status, "warn_once", lambda about, what: told.append((about, what)))
     with pytest.raises(ValueError, match=r"DFLASH2_EXPECTED|could not convert"):
-        made(text)
+        metrics.expected(text)
+    made(f"acceptance_length_min=2.2,{text}")
+    assert value("dflash:expected_acceptance_length_min") is None
+    assert [about for about, _ in told] == ["DFLASH2_EXPECTED"]
+    assert "bands are not exported" in told[0][1]
 
 
 def test_what_is_served_is_exported_once_it_is_known(made):
@@ -79,6 +87,35 @@ def test_acceptance_by_context_from_the_worker_to_the_counters(made, monkeypatch
     for end, drafts, accepted in (("4096", 2, 4), ("16384", 2, 0), ("+Inf", 2, 4)):
         assert value("dflash:watched_context_drafts_total", context=end) == drafts
         assert value("dflash:watched_context_accepted_tokens_total", context=end) == accepted
+
+
+def test_sums_that_go_back_are_not_counted_again(made):
+    """Two workers leave their sums in turn, and one of them is behind."""
+    from dflash2_patches import status
+
+    logger = made("")
+    for drafts, accepted in ((10, 20), (8, 16), (10, 20), (8, 17), (11, 21)):
+        status.note("draft_watch", json.dumps({"contexts": {"4096": [drafts, accepted]}}))
+        logger.read_watch()
+    assert value("dflash:watched_context_drafts_total", context="4096") == 11
+    assert value("dflash:watched_context_accepted_tokens_total", context="4096") == 21
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"steps": "x"}', '{"contexts": {"4096": [1]}}', '{"contexts": 1}', '{"contexts": {"1": ["a", 1]}}'],
+)
+def test_sums_that_cannot_be_read_are_told_and_stop_nothing(made, monkeypatch, text):
+    from dflash2_patches import status
+
+    told, logger = [], made("")
+    monkeypatch.setattr(status, "warn_once", lambda about, what: told.append(about))
+    status.note("draft_watch", text)
+    logger.read_watch()
+    assert told == ["draft_watch"]
+    status.note("draft_watch", '{"steps": 2}')
+    logger.read_watch()
+    assert value("dflash:watched_steps_total") == 2
 
 
 def test_the_speculator_hands_over_what_it_verified():

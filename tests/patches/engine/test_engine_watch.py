@@ -52,6 +52,22 @@ def test_a_nan_is_warned_about_once(fact, monkeypatch):
     assert "scores are NaN" in warnings[0][0]
 
 
+def test_a_sample_that_cannot_be_left_never_stops_a_step(monkeypatch, tmp_path):
+    import torch
+    from dflash2_patches import status
+    from dflash2_patches.patches.draft_watch import Watch
+
+    told = []
+    monkeypatch.setenv(status.DIRECTORY, str(tmp_path / "removed"))
+    monkeypatch.setattr(status, "_told", set())
+    monkeypatch.setattr(status, "_log", SimpleNamespace(warning=lambda *a: told.append(a)))
+    watch = Watch(every=1)
+    for _ in range(4):
+        assert watch.propose(lambda: "tokens", torch.zeros(2, 3, 2), 2) == "tokens"
+    assert watch.sums.steps == 3
+    assert len(told) == 1
+
+
 def test_dummy_runs_are_not_watched(fact):
     import torch
     from dflash2_patches.patches import draft_watch
