@@ -11,6 +11,7 @@ from dflash_serve.plan.model import Decision, GpuRef, Plan
 from dflash_serve.verify import boot
 from dflash_serve.verify.client import Client
 from dflash_serve.verify.model import Subject
+from dflash_serve.verify.report import last_start
 
 from .fake_engine import FakeEngine, serving
 
@@ -88,6 +89,11 @@ def test_graphs_that_were_not_captured(tiny_plan: Plan) -> None:
     assert boot.graphs(subject(plan, captured))[0].passed
     assert not boot.graphs(subject(plan, "nothing"))[0].passed
     assert boot.graphs(subject(on_gpu(tiny_plan, ("--enforce-eager",)), "nothing"))[0].passed
+    lowered = "WARNING CUDAGraphMode.FULL is not supported with X backend (support: y); setting cudagraph_mode={}\n"
+    assert not boot.graphs(subject(plan, lowered.format("NONE") + captured))[0].passed
+    (check,) = boot.graphs(subject(plan, lowered.format("PIECEWISE") + captured))
+    assert check.passed
+    assert "lowered by vLLM to PIECEWISE" in check.detail
 
 
 def test_an_attention_back_end_that_was_not_taken(tiny_plan: Plan) -> None:
@@ -142,3 +148,22 @@ def test_another_drafter_than_the_planned_one_is_seen(tiny_plan: Plan) -> None:
     (check,) = boot.drafter_served(subject(tiny_plan, SPECULATIVE.format("/models/other")))
     assert not check.passed
     assert "/models/other" in check.detail
+
+
+def test_the_last_start_in_a_log_counts(tiny_plan: Plan) -> None:
+    """A restarted container's log has the starts before it: a pool that shrank must not hide behind the first."""
+    first = "(APIServer) non-default args: {}\nGPU KV cache size: 600,000 tokens\n"
+    second = "(APIServer) non-default args: {}\nGPU KV cache size: 300,000 tokens\n"
+    expected = tiny_plan.expectations.model_copy(update={"kv_pool_tokens": 600_000})
+    plan = tiny_plan.model_copy(update={"expectations": expected})
+    (check,) = boot.kv_pool(subject(plan, last_start(first + second)))
+    assert not check.passed
+    assert last_start(first) in first
+    assert last_start("no start here") == "no start here"
+
+
+def test_without_a_plan_nothing_is_called_right() -> None:
+    bare = Subject(client=None, metrics_url="", log="")  # type: ignore[arg-type]
+    for check in (boot.log_facts, boot.sequences, boot.drafter_served):
+        (found,) = check(bare)
+        assert not found.checked

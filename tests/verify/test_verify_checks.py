@@ -12,11 +12,12 @@ from click.testing import CliRunner
 from dflash_serve.errors import DFlashError, UsageError, VerifyFailed
 from dflash_serve.plan.model import Plan
 from dflash_serve.progress import SilentProgress
-from dflash_serve.verify import boot, generation, telemetry
+from dflash_serve.recipe import catalogue
+from dflash_serve.verify import boot, drafting, generation, load, lossless, reuse, telemetry
 from dflash_serve.verify.client import Client
 from dflash_serve.verify.commands import verify as command
-from dflash_serve.verify.model import Abilities, Level, Subject
-from dflash_serve.verify.report import Report, examine
+from dflash_serve.verify.model import Abilities, Check, Level, Subject, failed, passed
+from dflash_serve.verify.report import Report, ask, examine
 
 from .fake_engine import FakeEngine, serving
 
@@ -40,7 +41,9 @@ def test_a_sound_server_passes_every_check(engine: FakeEngine) -> None:
     report = look(subject_of(engine))
     assert [c.lines() for c in report.failures] == []
     ids = {c.id for c in report.asked}
-    assert {"engine-version", "window-served", "metric-names", "generation", "stops", "structured-output", "drafter",
+    # Without a plan there is nothing to hold version and window against.
+    assert not {"engine-version", "window-served"} & ids
+    assert {"metric-names", "generation", "stops", "structured-output", "drafter",
             "positions", "lossless", "prefix-cache", "cached-drafts", "concurrency"} <= ids  # fmt: skip
     assert report.figures["acceptance_length"] == pytest.approx(3.9, abs=0.4)
     assert report.figures["prefix_hit_share"] > 0.9
@@ -50,6 +53,11 @@ def test_a_sound_server_passes_every_check(engine: FakeEngine) -> None:
 def test_what_is_not_asked_says_why(engine: FakeEngine) -> None:
     report = look(subject_of(engine))
     silent = {c.id: c.detail for c in report.checks if not c.checked}
+    assert silent["engine-version"] == "not checked: the server's plan is not known (--plan FILE); vLLM 0.32.0 serves"
+    assert (
+        silent["window-served"]
+        == "not checked: the server's plan is not known (--plan FILE); the window is 4096 tokens"
+    )
     assert silent["kv-pool"] == "not checked: the server's log is not at hand (--log FILE)"
     assert silent["tool-call"] == "not checked: no tool-call parser is set"
     assert report.passed
@@ -216,3 +224,109 @@ def test_a_wrong_key_is_named(tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("length", [1.9, 5.2, 7.9])
+def test_above_the_band_only_what_hardly_rejects_is_red(tiny_plan: Plan, engine: FakeEngine, length: float) -> None:
+    """Published bands are of other prompts; a rejection that accepts everything reaches 1 + k."""
+    expected = tiny_plan.expectations.model_copy(update={"acceptance_length_min": 2.0, "acceptance_length_max": 4.7})
+    subject = subject_of(engine, plan=tiny_plan.model_copy(update={"expectations": expected}))
+    check = drafting._band(subject, length, 8.0, {}, {})
+    assert check.passed is (length == 5.2)
+    assert ("above the band" in check.detail) is (length == 5.2)
+
+
+def test_rates_may_rise_where_counts_do_not() -> None:
+    """Ten drafts, nine of which have a second token: only the better ones reach it."""
+    assert drafting._positions((6 / 10, 6 / 9), (6.0, 6.0)).passed
+    assert not drafting._positions((0.6, 0.7), (6.0, 7.0)).passed
+
+
+def test_every_recipes_reasoning_parser_is_asked_sensibly(tiny_plan: Plan) -> None:
+    """A parser whose template has no known switch is not called red for thinking as it does."""
+    parsers = {recipe.serve.reasoning_parser for recipe in catalogue.load_all()} - {None}
+    assert {"qwen3", "gemma4", "glm45"} <= parsers
+    for parser in sorted(str(p) for p in parsers):
+        plan = tiny_plan.model_copy(update={"argv": (*tiny_plan.argv, "--reasoning-parser", parser)})
+        for thinks_unasked in (True, False):
+            with serving(FakeEngine(reasoning=thinks_unasked)) as engine:
+                subject = subject_of(engine, plan=plan, abilities=Abilities(reasoning=True))
+                if generation._switch(subject) is None:
+                    assert all(c.passed for c in generation.thinking(subject)), (parser, thinks_unasked)
+
+
+def test_thinking_is_asked_with_the_models_own_sampling(tiny_plan: Plan) -> None:
+    plan = tiny_plan.model_copy(update={"argv": (*tiny_plan.argv, "--reasoning-parser", "qwen3")})
+    asked: list[dict[str, object]] = []
+    with serving(FakeEngine(reasoning=True)) as engine:
+        subject = subject_of(engine, plan=plan, abilities=Abilities(reasoning=True, tools=True))
+        chat = subject.client.chat
+        subject.client.chat = lambda *a, **k: asked.append(k) or chat(*a, **k)  # type: ignore[method-assign,func-returns-value]
+        for check in (generation.stops, generation.structured, generation.tool_call, generation.thinking):
+            check(subject)
+    for sent in asked:
+        thinks = sent["chat_template_kwargs"] == {"enable_thinking": True}
+        assert ("temperature" in sent) is not thinks
+    assert {len(sent["chat_template_kwargs"]) for sent in asked} == {1}  # type: ignore[arg-type]
+
+
+def test_greedy_is_free_of_penalties(engine: FakeEngine) -> None:
+    sent: list[dict[str, object]] = []
+    subject = subject_of(engine)
+    complete = subject.client.complete
+    subject.client.complete = lambda *a, **k: sent.append(k) or complete(*a, **k)  # type: ignore[method-assign,func-returns-value]
+    lossless.lossless(subject)
+    assert sent
+    assert all(row["repetition_penalty"] == 1.0 and row["presence_penalty"] == 0.0 for row in sent)
+
+
+@pytest.mark.parametrize(
+    ("behind", "tokens", "good"), [((0.3,), 96, True), ((0.3, 0.3), 96, False), ((1.1,), 96, False)]
+)
+def test_a_near_tie_is_no_broken_verification(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, behind: tuple[float, ...], tokens: int, good: bool
+) -> None:
+    found = [lossless.Mismatch(0, at, 7, margin) for at, margin in enumerate(behind)]
+    monkeypatch.setattr(lossless, "tie_margin", lambda *_: 0.25)
+    monkeypatch.setattr(lossless, "mismatches", lambda number, *_: found if number == 0 else [])
+    (check,) = lossless.lossless(subject_of(engine))
+    assert check.figures["rescored_tokens"] == tokens
+    assert check.passed is good
+
+
+def test_a_stall_that_does_not_come_again_is_a_compilation(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(gap: float) -> list[Check]:
+        more = {"figures": {"longest_gap_s": gap}}
+        return [passed("concurrency", "fine", **more) if gap < 5 else failed("concurrency", "stood", fix="x", **more)]
+
+    for gaps, good in (([9.0, 0.1], True), ([9.0, 9.0], False)):
+        runs = iter(gaps)
+        monkeypatch.setattr(load, "_streams", lambda *_, runs=runs: stalled(next(runs)))
+        (check,) = load.concurrency(subject_of(engine))
+        assert check.passed is good
+        assert "at first a stream stood still for 9.0 s" in check.detail
+
+
+def test_few_drafts_say_nothing_about_the_cache() -> None:
+    (check,) = reuse._drafts([2.0, 4.0], [8.0, 4.0])
+    assert not check.checked
+    (check,) = reuse._drafts([12.0, 20.0], [5.3, 2.5])
+    assert not check.passed
+
+
+def test_an_answer_that_is_not_vllms_is_a_failed_check(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = subject_of(engine)
+    for strange in ({}, [], {"version": None}, 5):
+        monkeypatch.setattr(Client, "get", lambda *_, strange=strange: strange)
+        for check in (boot.engine_version, boot.window_served):
+            (found,) = ask(check, subject)
+            assert found.fix or not found.checked
+
+
+def test_a_url_that_is_none_and_a_key_that_is_no_text(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"\xff\xfe")
+    for arguments in (["http://[::1"], ["http://127.0.0.1:9", "--key-file", str(key), "--model", "m"]):
+        with pytest.raises(UsageError) as caught:
+            CliRunner().invoke(command, arguments, catch_exceptions=False, standalone_mode=False)
+        assert caught.value.fix

@@ -20,7 +20,9 @@ def engine_version(subject: Subject) -> list[Check]:
     """/version against the plan."""
     served = str(subject.client.get("/version")["version"]).split("+")[0]
     subject.kept["version"] = served
-    if subject.plan is None or served == subject.plan.engine.vllm_version:
+    if subject.plan is None:
+        return [unchecked("engine-version", f"{NO_PLAN}; vLLM {served} serves")]
+    if served == subject.plan.engine.vllm_version:
         return [passed("engine-version", f"vLLM {served}")]
     return [
         failed(
@@ -47,15 +49,18 @@ def window_served(subject: Subject) -> list[Check]:
             )
         ]
     served = entry.get("max_model_len")
-    if expected is None or served == expected:
-        return [passed("window-served", f"window {served} tokens", figures={"max_model_len": float(served or 0)})]
+    figures = {"max_model_len": float(served or 0)}
+    if expected is None:
+        return [unchecked("window-served", f"{NO_PLAN}; the window is {served} tokens", figures=figures)]
+    if served == expected:
+        return [passed("window-served", f"window {served} tokens", figures=figures)]
     return [
         failed(
             "window-served",
             f"the server serves a window of {served} tokens, planned were {expected}",
             where="GET /v1/models",
             fix="its log says who lowered it; a drafter's position table is raised by its overlay",
-            figures={"max_model_len": float(served or 0)},
+            figures=figures,
         )
     ]
 
@@ -64,6 +69,8 @@ def log_facts(subject: Subject) -> list[Check]:
     """Lines that must stand in the log: our plugin is in, the V2 runner runs, the drafter's architecture is built."""
     if subject.log is None:
         return [unchecked("log-lines", NO_LOG)]
+    if not subject.expectations.log_lines:
+        return [unchecked("log-lines", NO_PLAN)]
     missing = [p for p in subject.expectations.log_lines if re.search(p, subject.log) is None]
     if not missing:
         return [passed("log-lines", f"the log says all {len(subject.expectations.log_lines)} lines that it must say")]
@@ -103,7 +110,9 @@ def drafter_served(subject: Subject) -> list[Check]:
         ]
     causal = _causal(Path(place)) if plan.drafter.method == "dflash2" else False
     if causal is None:
-        return [passed("drafter-served", f"the planned drafter; its config is not readable here ({place})")]
+        return [
+            unchecked("drafter-served", f"it is the planned drafter, but its config is not readable here ({place})")
+        ]
     if not causal:
         return [passed("drafter-served", "the planned drafter, not causal")]
     return [
@@ -135,9 +144,11 @@ def sequences(subject: Subject) -> list[Check]:
     if subject.log is None:
         return [unchecked("sequences-served", NO_LOG)]
     planned = subject.expectations.max_num_seqs
+    if planned is None:
+        return [unchecked("sequences-served", NO_PLAN)]
     match = re.search(r"max_num_active_seqs from \d+ to (\d+)", subject.log)
-    if match is None or planned is None or int(match.group(1)) >= planned:
-        return [passed("sequences-served", f"{planned or 'all'} sequences may be active")]
+    if match is None or int(match.group(1)) >= planned:
+        return [passed("sequences-served", f"{planned} sequences may be active")]
     return [
         failed(
             "sequences-served",
@@ -165,7 +176,7 @@ def kv_pool(subject: Subject) -> list[Check]:
     planned = subject.expectations.kv_pool_tokens
     figures = {"kv_pool_tokens": float(pool)}
     if planned is None:
-        return [passed("kv-pool", f"KV pool {pool:,} tokens", figures=figures)]
+        return [unchecked("kv-pool", f"no pool was planned; it is {pool:,} tokens", figures=figures)]
     off = pool / planned - 1
     detail = f"KV pool {pool:,} tokens, planned {planned:,} ({off:+.1%})"
     if off >= -KV_POOL_TOLERANCE:
@@ -248,6 +259,18 @@ def graphs(subject: Subject) -> list[Check]:
         return [passed("graphs", "eager, as planned")]
     if subject.log is None:
         return [unchecked("graphs", NO_LOG)]
+    lowered = re.search(r"CUDAGraphMode\.\w+ is not supported.*?setting cudagraph_mode=(\w+)", subject.log)
+    if lowered and (lowered.group(1) == "NONE" or "cudagraph_mode" in " ".join(subject.plan.argv)):
+        return [
+            failed(
+                "graphs",
+                f"vLLM lowered the CUDA graphs to {lowered.group(1)}: an attention back end can't be captured",
+                where=f"server.log: {lowered.group(0)[:120]}",
+                fix="another back end (--set attention_backend=...), or plan it so: --set enforce_eager=true",
+            )
+        ]
+    if lowered:
+        return [passed("graphs", f"captured, lowered by vLLM to {lowered.group(1)}: a back end can't do more")]
     if match := re.search(r"Graph capturing finished in \d+ secs, took [\d.-]+ GiB", subject.log):
         return [passed("graphs", match.group(0)[0].lower() + match.group(0)[1:])]
     return [

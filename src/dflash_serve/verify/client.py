@@ -120,7 +120,11 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Entries of /v1/models."""
-        entries: list[dict[str, Any]] = self.get("/v1/models")["data"]
+        answer = self.get("/v1/models")
+        entries = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
+            fix = "it must be vLLM's own server, without a proxy that changes answers"
+            raise VerifyFailed("the server does not name its models", where=f"{self.url}/v1/models", fix=fix)
         return entries
 
     def count(self, text: str) -> int:

@@ -18,7 +18,7 @@ from dflash_serve.verify import evaluate, telemetry
 from dflash_serve.verify.checks import Made
 from dflash_serve.verify.client import Client
 from dflash_serve.verify.model import Abilities, Check, Level, Subject
-from dflash_serve.verify.report import Report, examine, has_vision, keep, subject_of
+from dflash_serve.verify.report import Report, examine, has_vision, keep, last_start, subject_of
 from dflash_serve.verify.soak import seconds_of
 from dflash_serve.verify.soak import soak as run_soak
 
@@ -181,8 +181,12 @@ def remote(
         UsageError: the URL or a file is no good.
         VerifyFailed: it doesn't answer.
     """
-    parts = urlsplit(url)
-    if not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname)
+    except ValueError:
+        named = False
+    if not named:
         raise UsageError(f"not a URL of a server: {url!r}", fix="for example http://127.0.0.1:8000")
     base = f"{parts.scheme}://{parts.netloc}" + parts.path.rstrip("/").removesuffix("/v1")
     run = next((run for run in state.load_all() if run.url == base), None)
@@ -190,10 +194,13 @@ def remote(
         return subject_of(run, Plan.load(run.plan_file), level=level)
     plan = Plan.load(plan_file) if plan_file else None
     try:
-        log = log_file.read_text(errors="replace") if log_file else None
+        log = last_start(log_file.read_text(errors="replace")) if log_file else None
         key = key_file.read_text().strip() if key_file else os.environ.get("VLLM_API_KEY")
     except OSError as exc:
-        raise UsageError(f"cannot read the file: {exc.strerror}", where=str(exc.filename)) from None
+        fix = "check its path and rights"
+        raise UsageError(f"cannot read the file: {exc.strerror}", where=str(exc.filename), fix=fix) from None
+    except UnicodeDecodeError:
+        raise UsageError("the key file is no text", where=str(key_file), fix="give the file with the API key") from None
     name = model or (plan.server.served_model_name if plan else None)
     if name is None:
         entries = Client(base, "", key=key).models()

@@ -15,6 +15,14 @@ import yaml
 from dflash_serve.verify.client import Completion
 from dflash_serve.verify.model import Check, Subject, failed, passed, unchecked
 
+# The target's arg max, token by token. Penalties would come from generation_config.json, or from the recipe's sampling.
+GREEDY: dict[str, Any] = {
+    "temperature": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
 
 @cache
 def prompts() -> dict[str, Any]:
@@ -64,7 +72,7 @@ def stops(subject: Subject) -> list[Check]:
     """Generation ends: by itself where the model is an instructed one, else at a stop string."""
     canary = prompts()["stops"]
     if subject.abilities.reasoning:
-        answer = subject.client.chat(canary["chat"], max_tokens=_room(subject, canary), temperature=0)
+        answer = _chat(subject, canary, thinking=True)
         what = f"did not end within {answer.tokens} tokens after being asked for one word"
     else:
         answer = subject.client.complete(canary["complete"], max_tokens=24, temperature=0, stop=["\n"])
@@ -92,7 +100,7 @@ def structured(subject: Subject) -> list[Check]:
     if subject.abilities.reasoning:
         schema = {"name": "pick", "schema": canary["schema"], "strict": True}
         form = {"response_format": {"type": "json_schema", "json_schema": schema}}
-    answer = subject.client.chat(canary["chat"], max_tokens=_room(subject, canary), temperature=0, **form)
+    answer = _chat(subject, canary, **form)
     if _follows(answer.text, canary["schema"]):
         return [passed("structured-output", f"JSON after the grammar: {answer.text.strip()[:60]}")]
     return [
@@ -119,13 +127,8 @@ def tool_call(subject: Subject) -> list[Check]:
     if not subject.abilities.tools:
         return [unchecked("tool-call", "no tool-call parser is set")]
     canary = prompts()["tool"]
-    answer = subject.client.chat(
-        canary["chat"],
-        max_tokens=_room(subject, canary),
-        temperature=0,
-        tools=[{"type": "function", "function": canary["function"]}],
-        tool_choice="auto",
-    )
+    tools = [{"type": "function", "function": canary["function"]}]
+    answer = _chat(subject, canary, tools=tools, tool_choice="auto")
     for name, arguments in answer.tool_calls:
         try:
             city = json.loads(arguments)["city"]
@@ -149,10 +152,11 @@ def thinking(subject: Subject) -> list[Check]:
     if not subject.abilities.reasoning:
         return [unchecked("thinking", "no reasoning parser is set")]
     canary = prompts()["thinking"]
-    parser = _argument(subject, "--reasoning-parser")
-    switch = canary["switch"].get(parser)
+    parser, switch = _argument(subject, "--reasoning-parser"), _switch(subject)
     checks = []
-    answer = _think(subject, canary, {switch: True} if switch else {})
+    answer = _chat(subject, canary, thinking=True)
+    if not switch and answer.text.strip() and not answer.reasoning.strip() and "think>" not in answer.text:
+        return [unchecked("thinking", f"how {parser} turns thinking on and off is not known here")]
     if answer.reasoning.strip() and answer.text.strip() and "think>" not in answer.text:
         checks.append(passed("thinking-on", f"{len(answer.reasoning.split())} words of thinking, then the answer"))
     else:
@@ -167,7 +171,7 @@ def thinking(subject: Subject) -> list[Check]:
         )
     if not switch:
         return [*checks, unchecked("thinking-off", f"how {parser} turns thinking off is not known here")]
-    answer = _think(subject, canary, {switch: False})
+    answer = _chat(subject, canary)
     if answer.text.strip() and not answer.reasoning.strip():
         return [*checks, passed("thinking-off", f"answered {answer.text.strip()[:20]!r} at once")]
     return [
@@ -189,7 +193,7 @@ def image(subject: Subject) -> list[Check]:
     canary = prompts()["image"]
     url = "data:image/png;base64," + base64.b64encode(png(224, 224, (220, 20, 20))).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": canary["chat"]}]
-    answer = subject.client.chat(content, max_tokens=_room(subject, canary), temperature=0)
+    answer = _chat(subject, {**canary, "chat": content})
     if "red" in answer.text.lower():
         return [passed("image", f"a red picture is {answer.text.strip()[:30]!r}")]
     return [
@@ -223,9 +227,27 @@ def png(width: int, height: int, colour: tuple[int, int, int]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + body
 
 
-def _think(subject: Subject, canary: dict[str, Any], switches: dict[str, Any]) -> Completion:
-    extra = {"chat_template_kwargs": switches} if switches else {}
-    return subject.client.chat(canary["chat"], max_tokens=_room(subject, canary), temperature=0, **extra)
+def _switch(subject: Subject) -> str | None:
+    """The chat template's argument that turns thinking on and off, where the reasoning parser's is known."""
+    found: str | None = prompts()["thinking"]["switch"].get(_argument(subject, "--reasoning-parser"))
+    return found
+
+
+def _chat(subject: Subject, canary: dict[str, Any], *, thinking: bool = False, **extra: Any) -> Completion:
+    """One answer, greedy and without thinking where that can be had.
+
+    A model that thinks is asked with its own sampling, since greedy thinking may go in circles; where its trace did not
+    end, it is asked once more.
+    """
+    thinks = bool(subject.abilities.reasoning)
+    if switch := _switch(subject):
+        extra["chat_template_kwargs"] = {switch: thinking}
+        thinks = thinking
+    sampling = {} if thinks else {"temperature": 0}
+    answer = subject.client.chat(canary["chat"], max_tokens=_room(subject, canary), **sampling, **extra)
+    if thinks and answer.finish_reason == "length" and not answer.text.strip():
+        answer = subject.client.chat(canary["chat"], max_tokens=_room(subject, canary), **sampling, **extra)
+    return answer
 
 
 def _room(subject: Subject, canary: dict[str, Any]) -> int:

@@ -62,9 +62,9 @@ def failed(check_id: str, detail: str, *, fix: str, **more: Any) -> Check:
     return Check(id=check_id, passed=False, detail=detail, fix=fix, **more)
 
 
-def unchecked(check_id: str, why: str) -> Check:
+def unchecked(check_id: str, why: str, **more: Any) -> Check:
     """A check that can't be asked of this server."""
-    return Check(id=check_id, passed=True, checked=False, detail=f"not checked: {why}")
+    return Check(id=check_id, passed=True, checked=False, detail=f"not checked: {why}", **more)
 
 
 @dataclass(frozen=True)

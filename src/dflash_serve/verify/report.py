@@ -69,7 +69,7 @@ def verify(run: Run, plan: Plan, step: Step, *, level: Level = Level.QUICK) -> R
 def subject_of(run: Run, plan: Plan, *, level: Level = Level.QUICK) -> Subject:
     """What is verified of a run. A container's log is brought up to date first."""
     try:
-        log = log_of(run).read_text(errors="replace")
+        log = last_start(log_of(run).read_text(errors="replace"))
     except OSError:
         log = ""
     return Subject(
@@ -81,6 +81,11 @@ def subject_of(run: Run, plan: Plan, *, level: Level = Level.QUICK) -> Subject:
         level=level,
         history=history(plan.recipe),
     )
+
+
+def last_start(log: str) -> str:
+    """A log from its last start on: a container that was restarted has those before it in the same one."""
+    return log[max(0, log.rfind("non-default args: ")) :]
 
 
 def examine(subject: Subject, step: Step, *, recipe: str, more: Sequence[Made] = ()) -> Report:
@@ -112,6 +117,16 @@ def ask(check: Made, subject: Subject) -> list[Check]:
     except DFlashError as exc:
         fix = exc.fix or "the server's log says more: dflash-serve logs"
         found = [Check(id=_name(check), passed=False, detail=exc.what, where=exc.where, fix=fix)]
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as exc:
+        found = [
+            Check(
+                id=_name(check),
+                passed=False,
+                detail=f"an answer is not one of vLLM's: {type(exc).__name__} {exc}"[:200],
+                where=subject.client.url,
+                fix="ask vLLM's own server, without a proxy that changes answers; else report it: dflash-serve doctor",
+            )
+        ]
     took = round(time.monotonic() - begun, 3)
     return [one.model_copy(update={"seconds": took}) for one in found]
 
