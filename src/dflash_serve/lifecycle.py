@@ -26,6 +26,7 @@ from dflash_serve.recipe import catalogue
 from dflash_serve.runs import LIVE, interruptible
 from dflash_serve.runtime import native, state
 from dflash_serve.runtime.backend import of
+from dflash_serve.runtime.container import published_address
 from dflash_serve.runtime.state import Run, RunState
 from dflash_serve.runtime.wait import until_ready
 from dflash_serve.verify.report import Report, verify
@@ -52,9 +53,11 @@ def up(
 
     Raises:
         PreflightRefused, BuildFailed, StartFailed, VerifyFailed: by the step that failed.
-        UsageError: this recipe is already served.
+        UsageError: this recipe is already served, or its address can't be a container's.
     """
     refuse_hypothetical(plan)
+    if plan.engine.runtime == "docker":
+        published_address(plan)  # an image may be built before the container is described
     with ExitStack() as stack:
         stack.enter_context(interruptible())
         try:

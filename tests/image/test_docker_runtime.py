@@ -114,6 +114,27 @@ def test_a_native_plan_is_not_run_in_a_container(home: Path):
         runtime.start(make_plan(Request(name="tiny", runtime="native")))
 
 
+@pytest.mark.parametrize("host", ["localhost", "my-box", "fe80::1%eth0", "127.1", ""])
+def test_a_name_is_not_published(home: Path, host: str):
+    """Docker takes what it can't parse for every address of the machine."""
+    with pytest.raises(UsageError, match="IP addresses") as caught:
+        spec_of(plan_of(host=host), home)
+    assert "127.0.0.1" in caught.value.fix
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "192.0.2.7", "::1"])
+def test_an_address_is_published_as_it_is(home: Path, host: str):
+    assert runtime.host_options(spec_of(plan_of(host=host), home))["port_bindings"] == {"8000/tcp": (host, 8000)}
+
+
+def test_a_name_is_refused_before_anything_is_built(home: Path):
+    from dflash_serve import lifecycle
+    from dflash_serve.progress import for_terminal
+
+    with pytest.raises(UsageError, match="'localhost' is none"):
+        lifecycle.up(plan_of(host="localhost"), for_terminal(), start_timeout=1)
+
+
 def test_the_cpu_is_served_natively_unless_asked(home: Path):
     plan = make_plan(Request(name="tiny"))
     assert (plan.engine.runtime, plan.container) == ("native", None)

@@ -6,6 +6,7 @@ container gets no capabilities, a read-only root, its own /tmp, and a user witho
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -85,7 +86,7 @@ def describe(
         environment: whose variables pass through (OPERATORS); this process's own when None.
 
     Raises:
-        UsageError: the plan is for the native runtime.
+        UsageError: the plan is for the native runtime, or publishes on something that is no address.
     """
     choice = container_of(plan)
     here = os.environ if environment is None else environment
@@ -103,7 +104,7 @@ def describe(
             *(Bind(place, place) for place in places(plan)),
         ),
         cache_volume=f"dflash-serve-cache-{choice.user.partition(':')[0]}",
-        published=(plan.server.host, plan.server.port),
+        published=(published_address(plan), plan.server.port),
         gpus=tuple(gpu.uuid or str(gpu.index) for gpu in plan.hardware.gpus),
         shm_bytes=choice.shm_bytes,
         retries=_retries(choice.restart),
@@ -121,6 +122,27 @@ def container_of(plan: Plan) -> ContainerChoice:
         fix = f"make it with --runtime docker: dflash-serve plan {plan.recipe} --runtime docker"
         raise UsageError("this plan is for the native runtime", fix=fix)
     return plan.container
+
+
+def published_address(plan: Plan) -> str:
+    """The address of the host on which the server's port is published.
+
+    Docker's engine takes what it can't parse for "every address": a name, or an address with a scope, would open the
+    server to the network without a word.
+
+    Raises:
+        UsageError: it is not an IP address.
+    """
+    host = plan.server.host
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        address = None
+    if address is None or "%" in host:
+        near = "127.0.0.1" if host == "localhost" else "ADDRESS, for this machine alone 127.0.0.1"
+        what = f"Docker publishes ports on IP addresses, and {host!r} is none"
+        raise UsageError(what, fix=f"--host {near}; a name is fine with --runtime native")
+    return str(address)
 
 
 def places(plan: Plan) -> list[str]:
