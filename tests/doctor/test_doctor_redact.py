@@ -120,3 +120,18 @@ def test_this_machines_secrets_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("USER", "quentin")
     text = for_this_machine(["another-one-9"])("unlikely/value+1 another-one-9 quentin's")
     assert text == "<secret> <secret> <name>'s"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INFO [request_logger.py:119] Generated response chatcmpl-1 (streaming complete): output: 'Dear Mr Meyer', f: stop",
+        "{'type': 'missing', 'loc': ('body',), 'input': 'Dear Mr Meyer'}",
+        "'query': 'Dear Mr Meyer'",
+        'arguments: {"name": "Dear Mr Meyer"}',
+        "instructions='Dear Mr Meyer'",
+        "SamplingParams(n=1, stop=['Dear Mr Meyer'], bad_words=[])",
+    ],
+)
+def test_what_vllm_logs_of_requests_and_answers(line: str) -> None:
+    assert "Meyer" not in REDACT(line)

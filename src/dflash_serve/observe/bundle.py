@@ -99,10 +99,10 @@ def write(
     """
     parts = [
         Excerpt("README.txt", README.format(head=HEAD_LINES, tail=TAIL_LINES, around=AROUND_LINES)),
-        Excerpt("diagnosis.json", redactor(json.dumps(_facts(diagnosis), indent=2)) + "\n"),
+        Excerpt("diagnosis.json", json.dumps(redactor.json(_facts(diagnosis)), indent=2) + "\n"),
     ]
     if plan is not None and plan.is_file():
-        parts.append(Excerpt("plan.json", redactor(plan.read_text(errors="replace"))))
+        parts.append(Excerpt("plan.json", _plan(plan.read_text(errors="replace"), redactor)))
     for index, path in enumerate(logs):
         lines = [one.evidence.line for one in diagnosis.found if one.evidence.source == path.name]
         made = excerpt(path, lines, redactor)
@@ -117,6 +117,13 @@ def write(
             archive.addfile(info, io.BytesIO(data))
     atomic_write(target, packed.getvalue(), mode=0o600)
     return target
+
+
+def _plan(text: str, redactor: Redactor) -> str:
+    try:
+        return json.dumps(redactor.json(json.loads(text)), indent=2) + "\n"
+    except ValueError:  # a damaged plan may be what failed
+        return redactor(text)
 
 
 def _facts(diagnosis: Diagnosis) -> dict[str, object]:

@@ -56,8 +56,9 @@ _TOKENS = (
 _CONTENT = (
     # What people wrote and what the model answered: everything to the end of the line goes.
     re.compile(
-        r"(?i)(\b(?:prompts?|messages|content|input_text|inputs|generated[_ ]text|output_text|completion|"
-        r"reasoning(?:_content)?|delta|text)[\"']?\s*[:=]\s*)(?!None\b|null\b|<)\S.*$",
+        r"(?i)(\b(?:prompts?|messages|content|input_text|inputs?|generated[_ ]text|outputs?(?:_text)?|completion|"
+        r"reasoning(?:_content)?|delta|text|query|queries|documents?|instructions|arguments|suffix|stop|bad_words)"
+        r"[\"']?\s*[:=]\s*)(?!None\b|null\b|<)\S.*$",
         re.MULTILINE,
     ),
     re.compile(r"(?i)((?:\w*token_ids)[\"']?\s*[:=]\s*)\[[^\]\n]*\]?"),
@@ -104,6 +105,20 @@ class Redactor:
             re.compile(rf"(?<![A-Za-z0-9_])(?:{'|'.join(map(re.escape, words))})(?![A-Za-z0-9_])") if words else None
         )
         object.__setattr__(self, "_names", pattern)
+
+    def json(self, value: object, key: str = "") -> object:
+        """A JSON value whose texts are redacted one by one, so that it stays JSON. A text is judged with its key."""
+        if isinstance(value, dict):
+            return {self(str(name)): self.json(inner, str(name)) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            # An argument is judged with the option before it.
+            before = [key, *(f"{one} " if str(one).startswith("--") else key for one in value)]
+            return [self.json(inner, name) for name, inner in zip(before, value, strict=False)]
+        if not isinstance(value, str):
+            return value
+        named = key if key.endswith(" ") else f"{key}="
+        judged = self(named + value)
+        return judged.removeprefix(named) if key and judged.startswith(named) else self(value)
 
     def __call__(self, text: str) -> str:
         """The text without what is private; a second pass changes nothing more."""
