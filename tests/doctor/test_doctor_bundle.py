@@ -61,14 +61,14 @@ def test_a_bundle_of_an_unknown_failure(tmp_path: Path) -> None:
 def test_json_stays_json(tmp_path: Path) -> None:
     log, plan = tmp_path / "server.log", tmp_path / "plan.json"
     log.write_text("ERROR 11-30 03:46:28 [x.py:1] ValueError: frob: prompt: 'my secret letter', n=1\n")
-    plan.write_text(
-        json.dumps({"api_key": "k3y-of-the-server", "argv": ["--api-key", "abcdefghijkl", "x"], "n": [1, None]})
-    )
+    argv = ["--port", "1", "--api-key", "abcdefghijkl", "x"]
+    plan.write_text(json.dumps({"api_key": "k3y-of-the-server", "argv": argv, "n": [1, None]}))
     files = unpacked(write(tmp_path / "b.tar.gz", diagnose([log]), [log], REDACT, plan=plan))
     assert "letter" not in "".join(files.values())
     assert json.loads(files["diagnosis.json"])["lines"] == 1
     assert json.loads(files["plan.json"])["n"] == [1, None]
     assert "k3y" not in files["plan.json"]
+    assert json.loads(files["plan.json"])["argv"] == ["--port", "1", "--api-key", "<secret>", "x"]
 
 
 def test_two_bundles_of_one_failure_are_equal(tmp_path: Path) -> None:

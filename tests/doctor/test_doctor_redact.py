@@ -125,7 +125,7 @@ def test_this_machines_secrets_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "line",
     [
-        "INFO [request_logger.py:119] Generated response chatcmpl-1 (streaming complete): output: 'Dear Mr Meyer', f: stop",
+        "INFO [request_logger.py:119] Generated response chatcmpl-1 (streaming): output: 'Dear Mr Meyer', f: stop",
         "{'type': 'missing', 'loc': ('body',), 'input': 'Dear Mr Meyer'}",
         "'query': 'Dear Mr Meyer'",
         'arguments: {"name": "Dear Mr Meyer"}',
