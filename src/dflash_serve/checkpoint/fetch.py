@@ -14,7 +14,7 @@ from typing import Literal
 
 from dflash_serve.checkpoint.hub_cache import hub_cache, main_revision, repo_folder, snapshot_dir
 from dflash_serve.checkpoint.manifest import FileEntry, Manifest
-from dflash_serve.checkpoint.pins import Pins, list_files, load_pins
+from dflash_serve.checkpoint.pins import Pins, list_files, load_pins, pinned
 from dflash_serve.checkpoint.snapshot import check_snapshot
 from dflash_serve.checkpoint.transfer import Patience, Place, Stopped, explain, partial_bytes, retryable, transfer
 from dflash_serve.checkpoint.verify import verify_snapshot
@@ -84,6 +84,7 @@ def fetch_recipe(recipe: Recipe, options: FetchOptions, progress: Progress, pins
         PreflightRefused: the disk is too small.
     """
     known = pins or load_pins(recipe.name)
+    recipe = pinned(recipe, known) if known is not None else recipe
     sides: list[tuple[Literal["target", "drafter"], Checkpoint]] = [("target", recipe.target)]
     if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
         sides.append(("drafter", recipe.drafter.checkpoint))

@@ -6,11 +6,13 @@ Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from dflash_serve.errors import CheckpointError
 
 PARTIAL = ".dflash-serve.incomplete"
+COMMIT = re.compile(rb"[0-9a-f]{40}")
 
 
 def hub_cache() -> Path:
@@ -41,11 +43,13 @@ def lock_path(repo: str, etag: str, cache: Path | None = None) -> Path:
 
 
 def main_revision(repo: str, cache: Path | None = None) -> str | None:
-    """The commit that `refs/main` names, if any."""
+    """The commit that `refs/main` names; None without one, and where the file holds anything else."""
     try:
-        return (repo_folder(repo, cache) / "refs" / "main").read_text().strip() or None
+        with (repo_folder(repo, cache) / "refs" / "main").open("rb") as handle:
+            found = handle.read(64).strip()
     except OSError:
         return None
+    return found.decode() if COMMIT.fullmatch(found) else None
 
 
 def safe_name(path: str) -> str:

@@ -70,6 +70,34 @@ def load_pins(recipe: str, directory: Path | None = None) -> Pins | None:
     return pins
 
 
+def pinned(recipe: Recipe, pins: Pins | None = None) -> Recipe:
+    """The recipe at the commits that its pins name, where it names none itself.
+
+    Whatever reads a checkpoint's `revision` reads it of this recipe. Pins of another repo than the recipe's say nothing
+    (lint and `fetch` refuse them), and a commit in the recipe wins.
+
+    Args:
+        pins: None: those of recipes/pins/, if any.
+
+    Raises:
+        RecipeError: the pin file is broken.
+    """
+    known = pins or load_pins(recipe.name)
+    if known is None:
+        return recipe
+    changes: dict[str, Any] = {"target": _at_pin(recipe.target, known.target)}
+    if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
+        checkpoint = _at_pin(recipe.drafter.checkpoint, known.drafter)
+        changes["drafter"] = recipe.drafter.model_copy(update={"checkpoint": checkpoint})
+    return recipe.model_copy(update=changes)
+
+
+def _at_pin(checkpoint: Checkpoint, manifest: Manifest | None) -> Checkpoint:
+    if manifest is None or checkpoint.repo != manifest.repo or checkpoint.revision is not None:
+        return checkpoint
+    return checkpoint.model_copy(update={"revision": manifest.revision})
+
+
 def save_pins(pins: Pins, directory: Path | None = None) -> Path:
     """Write a pin file; returns its path."""
     data: dict[str, Any] = {"schema": 1, "recipe": pins.recipe}

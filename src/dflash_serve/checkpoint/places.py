@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dflash_serve import paths
 from dflash_serve.checkpoint.hub_cache import main_revision, snapshot_dir
-from dflash_serve.recipe.schema import Checkpoint
+from dflash_serve.recipe.schema import Checkpoint, Recipe
+
+
+def at_commit(recipe: Recipe) -> Recipe:
+    """The recipe with the commit that `refs/main` names now, where nobody pinned one: read once, so that it can't move
+    between two looks.
+    """
+    changes: dict[str, Any] = {"target": _at_main(recipe.target)}
+    if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
+        checkpoint = _at_main(recipe.drafter.checkpoint)
+        changes["drafter"] = recipe.drafter.model_copy(update={"checkpoint": checkpoint})
+    return recipe.model_copy(update=changes)
+
+
+def _at_main(checkpoint: Checkpoint) -> Checkpoint:
+    if checkpoint.repo is None or checkpoint.revision is not None:
+        return checkpoint
+    return checkpoint.model_copy(update={"revision": main_revision(checkpoint.repo)})
 
 
 def directory_of(checkpoint: Checkpoint) -> Path | None:

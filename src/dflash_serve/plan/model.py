@@ -51,7 +51,8 @@ class ModelRef(Part):
     """A checkpoint as it will be served.
 
     Attributes:
-        repo, revision: on the hub; None for a local directory.
+        repo, revision: on the hub, and the commit; None for a local directory, the commit also before the first fetch.
+        pinned: recipe or pins name that commit; else it is what `refs/main` named when the plan was made.
         snapshot: directory that holds the weights, once they are fetched.
         present: whether they were there when the plan was made.
         served_from: what the engine is given: the snapshot, or an overlay of it.
@@ -59,6 +60,7 @@ class ModelRef(Part):
 
     repo: str | None = None
     revision: str | None = None
+    pinned: bool = True
     snapshot: str | None = None
     present: bool = True
     served_from: str

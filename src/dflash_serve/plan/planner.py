@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from dflash_serve import environment, paths
 from dflash_serve.checkpoint.facts import DrafterFacts
-from dflash_serve.checkpoint.places import expected_directory
+from dflash_serve.checkpoint.pins import pinned
+from dflash_serve.checkpoint.places import at_commit, expected_directory
 from dflash_serve.errors import PreflightRefused
 from dflash_serve.findings import Finding, Severity, overruled, refuse, warn
 from dflash_serve.hardware.devices import choose_devices
@@ -76,7 +77,8 @@ def make_plan(request: Request) -> model.Plan:
         RecipeError, CheckpointError, UsageError: an input is off.
         PreflightRefused: this machine can't serve the recipe at all.
     """
-    recipe = catalogue.find(request.name)
+    asked = pinned(catalogue.find(request.name))
+    recipe = at_commit(asked)
     if request.no_drafter:
         recipe = recipe.model_copy(update={"drafter": None, "expect": None})
     inventory = hypothetical(request.gpu) if request.gpu else read_inventory()
@@ -93,7 +95,7 @@ def make_plan(request: Request) -> model.Plan:
     findings = [overruled(finding, request.forced) for finding in findings]
     if any(finding.severity is Severity.REFUSE for finding in findings):
         raise PreflightRefused(findings)
-    target, drafter = _references(recipe, pair, shape, overlays)
+    target, drafter = _references(recipe, asked, pair, shape, overlays)
     served_name = recipe.served_name
     runtime, why_runtime, container = decide_runtime(
         request.runtime, variant, request.restarts, DRAIN_SECONDS, hypothetical=request.gpu is not None
@@ -264,13 +266,14 @@ def _source(checkpoint: Checkpoint | None) -> SnapshotSource:
 
 
 def _references(
-    recipe: Recipe, pair: Pair, shape: ServingShape, overlays: list[Decided]
+    recipe: Recipe, asked: Recipe, pair: Pair, shape: ServingShape, overlays: list[Decided]
 ) -> tuple[model.ModelRef, model.DrafterRef | None]:
     places = {decided.kind: overlay_path(decided.spec, paths.overlays_home()) for decided in overlays if decided.spec}
     snapshot = expected_directory(recipe.target)
     target = model.ModelRef(
         repo=recipe.target.repo,
         revision=recipe.target.revision,
+        pinned=_is_pinned(asked.target),
         snapshot=str(snapshot),
         present=pair.target_dir is not None,
         served_from=str(places.get("target", snapshot)),
@@ -284,6 +287,7 @@ def _references(
     return target, model.DrafterRef(
         repo=checkpoint.repo,
         revision=checkpoint.revision,
+        pinned=_is_pinned(asked.drafter.checkpoint if asked.drafter else None),
         snapshot=str(place),
         present=pair.drafter_dir is not None,
         served_from=str(places.get("drafter", place)),
@@ -292,6 +296,10 @@ def _references(
         num_speculative_tokens=shape.integer("num_speculative_tokens"),
         block_size=facts.block_size if facts else None,
     )
+
+
+def _is_pinned(checkpoint: Checkpoint | None) -> bool:
+    return checkpoint is not None and (checkpoint.repo is None or checkpoint.revision is not None)
 
 
 def _hardware(inventory: Inventory, shape: ServingShape, *, hypothetical: bool) -> model.Hardware:

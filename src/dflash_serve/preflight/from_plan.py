@@ -11,6 +11,7 @@ from typing import Any
 from dflash_serve import paths
 from dflash_serve.checkpoint.config_reader import read_target
 from dflash_serve.checkpoint.hub_cache import hub_cache
+from dflash_serve.checkpoint.pins import pinned
 from dflash_serve.errors import DFlashError
 from dflash_serve.hardware.inventory import read
 from dflash_serve.plan.model import ModelRef, Plan
@@ -99,7 +100,7 @@ def hub_token(environment: Mapping[str, str]) -> bool:
 
 def _recipe(plan: Plan) -> Recipe | None:
     try:
-        return catalogue.find(plan.recipe)
+        return pinned(catalogue.find(plan.recipe))
     except DFlashError:
         return None
 
@@ -113,7 +114,15 @@ def _sides(plan: Plan, recipe: Recipe | None) -> list[Side]:
     for role, ref, checkpoint in refs:
         if ref is not None and ref.snapshot is not None:
             here = ref.present or ref.repo is None
-            out.append(Side(role, ref.repo, ref.revision, Path(ref.snapshot) if here else None, checkpoint))
+            out.append(
+                Side(
+                    role,
+                    ref.repo,
+                    ref.revision if ref.pinned else None,
+                    Path(ref.snapshot) if here else None,
+                    checkpoint,
+                )
+            )
     return out
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from dflash_serve.checkpoint.hub_cache import hub_cache
+from dflash_serve.checkpoint.pins import pinned
 from dflash_serve.checkpoint.places import directory_of
 from dflash_serve.findings import Finding
 from dflash_serve.hardware.inventory import read
@@ -33,7 +34,7 @@ def findings_without_plan(
     Args:
         why: the findings that kept the planner from a plan.
     """
-    context = context_of_recipe(catalogue.find(name), host=host, port=port, forced=forced)
+    context = context_of_recipe(pinned(catalogue.find(name)), host=host, port=port, forced=forced)
     context = replace(context, require_pins=require_pins)
     seen = {finding.id for finding in why}
     checks = [check for check in all_checks() if check.name not in PLANNED]

@@ -41,7 +41,7 @@ def weights_of(recipe: str, sides: Iterable[Side]) -> tuple[Weights, ...]:
     out: list[Weights] = []
     for side in sides:
         manifest = pins.of(side.role) if pins else None
-        fits = manifest is not None and side.revision in {None, manifest.revision}
+        fits = manifest is not None and (side.repo, side.revision) == (manifest.repo, manifest.revision)
         out.append(
             Weights(
                 role=side.role,

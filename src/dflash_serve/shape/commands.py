@@ -49,13 +49,14 @@ def fit(
       dflash-serve fit qwen3.8-27b-nvfp4 --gpu 2x5090
       dflash-serve fit qwen3.8-27b-fp8 --gpu 1xh200 --window 131072 --seqs 16 --explain
     """
+    from dflash_serve.checkpoint.pins import pinned
     from dflash_serve.hardware.model import Inventory
     from dflash_serve.recipe.catalogue import find
     from dflash_serve.shape.choose import choose
     from dflash_serve.shape.lookup import pair_of
     from dflash_serve.shape.text import as_data, print_fit
 
-    recipe = find(name)
+    recipe = pinned(find(name))
     pair = pair_of(recipe)
     overrides = _overrides(settings)
     for key, value in (("window", window), ("max_num_seqs", seqs), ("kv_cache_dtype", kv)):
