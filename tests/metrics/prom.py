@@ -116,4 +116,4 @@ def check_everything_has_data(prometheus: Prometheus, seconds: float = 60) -> No
 
 def metric_names(expression: str) -> set[str]:
     """Metrics that an expression reads."""
-    return set(re.findall(r"(?:vllm|dflash|instance):[\w:]+", expression))
+    return set(re.findall(r"(?:vllm|dflash|instance|engine):[\w:]+", expression))

@@ -102,7 +102,7 @@ def test_rules_name_only_what_is_exported_or_recorded() -> None:
     for name in [*table().metrics.values(), *table().process.values()]:
         known |= {stem + part for stem in name.names for part in ("", "_bucket", "_sum", "_count")}
     for rule in rules("recording") + rules("alerts"):
-        used = set(re.findall(r"(?:vllm|dflash|instance):[\w:]+|process_start_time_seconds", rule["expr"]))
+        used = set(re.findall(r"(?:vllm|dflash|instance|engine):[\w:]+|process_start_time_seconds", rule["expr"]))
         assert used <= known, used - known
 
 
