@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from dflash_serve.plan.planner import Request, make_plan
 from dflash_serve.preflight.from_plan import context_of
 from dflash_serve.preflight.registry import all_checks
 from dflash_serve.preflight.runner import run as run_checks
-from dflash_serve.runtime import compose, container
+from dflash_serve.runtime import compose, container, dotenv
 from dflash_serve.runtime.state import ensure_key
 
 # Runs on any machine.
@@ -76,15 +78,22 @@ def write(plan: Plan, cpu: Plan, root: Path | None = None) -> Written:
         root: directory of compose.yaml; the checkout when None.
 
     Raises:
-        UsageError: a plan is for the native runtime or for GPUs that were only named, or weights are missing.
-        OSError: a file can't be written.
+        UsageError: a plan is for the native runtime or for GPUs that were only named, weights are missing, or a file
+            can't be read or written.
     """
+    try:
+        return _write(plan, cpu, root or paths.project_root())
+    except OSError as exc:
+        fix = "make it writable for this user, or free space on its disk"
+        raise UsageError(f"cannot write what compose reads: {exc.strerror}", where=str(exc.filename), fix=fix) from None
+
+
+def _write(plan: Plan, cpu: Plan, root: Path) -> Written:
     for one in (plan, cpu):
         refuse_hypothetical(one)
         container.container_of(one)
         if not weights_present(one):
             raise UsageError(f"the weights of {one.recipe} are not here", fix=f"./start.sh fetch {one.recipe}")
-    root = root or paths.project_root()
     build = root / "build"
     key_file = Path(plan.server.key_file)
     ensure_key(key_file)
@@ -98,12 +107,11 @@ def write(plan: Plan, cpu: Plan, root: Path | None = None) -> Written:
         main, other, key_file=key_file, data=data, owner=f"{os.getuid()}:{os.getgid()}", files=files
     )
     env = root / ".env"
-    kept = compose.foreign(env.read_text("utf-8"), values) if env.is_file() else ()
+    kept, mode = _users_lines(env, values)
     texts = {
         main.plan: plan.to_json(),
         other.plan: cpu.to_json(),
         root / compose.OVERRIDE: compose.override(main, other),
-        env: compose.dotenv(values, kept),
     }
     missing = []
     for variant in dict.fromkeys((plan.engine.variant, cpu.engine.variant)):
@@ -118,7 +126,24 @@ def write(plan: Plan, cpu: Plan, root: Path | None = None) -> Written:
             missing.append(variant)
     for file, text in texts.items():
         atomic_write(file, text)
-    return Written(tuple(texts), tuple(missing))
+    # The user's own lines may be secrets: their mode stays, and a link stays a link.
+    atomic_write(env.resolve(), dotenv.dotenv(values, kept), mode=mode)
+    return Written((*texts, env), tuple(missing))
+
+
+def _users_lines(env: Path, ours: Collection[str]) -> tuple[str, int]:
+    """What of `.env` is not ours, and its mode; nothing, and 0600, where there is none.
+
+    Raises:
+        UsageError: it is not UTF-8, or a quote is not closed.
+    """
+    try:
+        text, mode = env.read_text("utf-8-sig"), stat.S_IMODE(env.stat().st_mode)
+    except FileNotFoundError:
+        return "", 0o600
+    except UnicodeDecodeError:
+        raise UsageError("it is not UTF-8", where=str(env), fix="save it as UTF-8, or move it away") from None
+    return dotenv.foreign(text, ours), mode
 
 
 def _is_here(image: Identity) -> bool:

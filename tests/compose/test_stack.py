@@ -166,7 +166,7 @@ def test_the_plans_profile_is_the_one_that_a_bare_up_takes(made: Stack):
 
 def test_any_value_survives_the_quoting(made: Stack):
     """JSON above all: quotes, dollars, hashes and backslashes come out of compose as they went in."""
-    from dflash_serve.runtime import compose
+    from dflash_serve.runtime import dotenv
 
     values = [
         JSON,
@@ -182,7 +182,7 @@ def test_any_value_survives_the_quoting(made: Stack):
     directory = made.root / "quoting"
     directory.mkdir()
     names = [f"V{n}" for n in range(len(values))]
-    (directory / ".env").write_text(compose.dotenv(dict(zip(names, values, strict=True))))
+    (directory / ".env").write_text(dotenv.dotenv(dict(zip(names, values, strict=True))))
     service = {"image": "x", "environment": {name: f"${{{name}}}" for name in names}}
     (directory / "compose.yaml").write_text(json.dumps({"services": {"a": service}}))
     done = subprocess.run(

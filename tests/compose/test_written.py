@@ -18,7 +18,7 @@ from dflash_serve import stack
 from dflash_serve.errors import UsageError
 from dflash_serve.plan.model import Plan
 from dflash_serve.plan.planner import Request, make_plan
-from dflash_serve.runtime import compose, container, docker
+from dflash_serve.runtime import compose, container, docker, dotenv
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "compose.yaml"
@@ -83,9 +83,9 @@ def test_the_schema_check_is_awake(tmp_path: Path):
 
 def test_no_variable_is_dropped_on_either_side(home: Path):
     env, _ = written(on_gpus(), home, tiny())
-    given_by_plan = {name for name in env if name.startswith(compose.PREFIX)}
+    given_by_plan = {name for name in env if name.startswith("DFLASH_")}
     assert asked_for() - USERS == given_by_plan
-    assert set(env) - given_by_plan == set(compose.OURS)
+    assert set(env) - given_by_plan == {"COMPOSE_FILE", "COMPOSE_PROFILES"}
 
 
 def test_what_an_operator_may_set_passes_through():
@@ -127,6 +127,7 @@ def test_a_users_own_lines_stay(home: Path):
     (home / "checkout/.env").write_text("# mine\nHF_TOKEN=abc\nDFLASH_PORT=1\nDFLASH_GRAFANA_PORT=3001\n")
     (home / "checkout/compose.override.yaml").write_text("services: {}\n")
     env, _ = written(tiny(), home)
+    assert "\n# mine\n" in (home / "checkout/.env").read_text()
     assert (env["HF_TOKEN"], env["DFLASH_GRAFANA_PORT"], env["DFLASH_PORT"]) == ("abc", "3001", "8000")
     assert env["COMPOSE_FILE"].split(":")[-1] == "compose.override.yaml"
 
@@ -136,7 +137,7 @@ def test_a_restart_has_an_end(home: Path):
     assert written(tiny(restarts=2), home)[0]["DFLASH_RESTART"] == "on-failure:2"
 
 
-@pytest.mark.parametrize("service", ["server", "server-cpu", "preflight", "overlays", "prometheus", "grafana"])
+@pytest.mark.parametrize("service", sorted(yaml.safe_load(COMPOSE.read_text())["services"]))
 def test_every_service_is_contained(service: str):
     found = yaml.safe_load(COMPOSE.read_text())["services"][service]
     assert found["read_only"] is True
@@ -146,6 +147,15 @@ def test_every_service_is_contained(service: str):
     assert not {"privileged", "network_mode", "cap_add", "ipc", "pid"} & set(found)
     for port in found.get("ports", []):
         assert "127.0.0.1" in port["host_ip"]
+
+
+def test_the_docs_end_all_of_it():
+    """A bare `down` leaves what was started with another profile."""
+    lines = [
+        line for line in (ROOT / "docs/compose.md").read_text().splitlines() if re.search(r"compose .*\bdown\b", line)
+    ]
+    assert len(lines) >= 2
+    assert all('docker compose --profile "*" down' in line for line in lines), lines
 
 
 def test_our_images_come_from_no_registry():
@@ -233,8 +243,89 @@ def test_without_weights_nothing_is_written(home: Path):
     assert not (home / "checkout/.env").exists()
 
 
-@given(st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n"), max_size=60))
-def test_a_quoted_value_stays_one_entry(value: str):
-    text = compose.dotenv({"A": value, "B": "1"})
-    assert len(text.splitlines() if "\u2028" not in value else text.split("\n")) >= 3
-    assert text.split("\n")[-2] == "B='1'"
+def read_back(text: str) -> dict[str, str]:
+    """What compose reads in a `.env` of ours, by the rules of its own reader, one assignment a line.
+
+    https://github.com/compose-spec/compose-go/blob/v2.8.0/dotenv/parser.go and godotenv.go
+    """
+    out = {}
+    for line in text.split("\n"):
+        if not line or line.startswith("#"):
+            continue
+        name, _, value = line.partition("=")
+        quote, body = value[0], value[1:-1]
+        assert value[-1] == quote
+        if quote == '"':
+            assert not re.search(r'(?<!\\)(?:\\\\)*["$]', body)  # nothing ends early, nothing is expanded
+            body = re.sub(r'\\([nr"$\\])', lambda found: {"n": "\n", "r": "\r"}.get(found[1], found[1]), body)
+        else:
+            assert "'" not in body
+            assert "\\" not in body
+        out[name] = body
+    return out
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_a_quoted_value_is_read_back_unchanged(value: str):
+    assert read_back(dotenv.dotenv({"A": value, "B": "1"})) == {"A": value, "B": "1"}
+
+
+MINE = """\
+# the token of our organisation
+export HF_TOKEN='two
+DFLASH_PORT=lines # and \\' a quote'   # of mine
+
+DFLASH_GRAFANA_PORT: "3001"
+NAME_ONLY
+odd line
+"""
+
+
+def test_what_is_not_ours_stays_as_it_is():
+    theirs = f'{dotenv.WRITTEN} of old\n{MINE}export DFLASH_PORT=1\n DFLASH_HOST : "a\nb"\nCOMPOSE_FILE=x'
+    kept = dotenv.foreign(theirs, {"DFLASH_PORT", "DFLASH_HOST", "COMPOSE_FILE"})
+    assert kept == MINE
+    # Written twice, it is the same.
+    once = dotenv.dotenv({"DFLASH_PORT": "8000"}, kept)
+    assert dotenv.dotenv({"DFLASH_PORT": "8000"}, dotenv.foreign(once, {"DFLASH_PORT"})) == once
+
+
+@given(st.text(st.sampled_from("AB='\"\\ \n#:$x"), max_size=40))
+def test_any_file_is_kept_whole_or_refused(text: str):
+    try:
+        kept = dotenv.foreign(text, ())
+    except UsageError as exc:
+        assert exc.where.startswith(".env:")
+        return
+    assert kept == text
+
+
+def test_an_open_quote_is_refused_and_nothing_is_written(home: Path):
+    env = home / "checkout/.env"
+    env.write_text("A=1\nHF_TOKEN='abc\nB=2\n")
+    with pytest.raises(UsageError, match="not closed") as caught:
+        stack.write(tiny(), tiny(), home / "checkout")
+    assert caught.value.where == ".env:2"
+    assert env.read_text() == "A=1\nHF_TOKEN='abc\nB=2\n"
+    assert not (home / "checkout/build").exists()
+
+
+def test_the_file_of_secrets_is_no_more_readable_than_before(home: Path):
+    env = home / "checkout/.env"
+    stack.write(tiny(), tiny(), home / "checkout")
+    assert env.stat().st_mode & 0o777 == 0o600
+    env.chmod(0o640)
+    stack.write(tiny(), tiny(), home / "checkout")
+    assert env.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_cannot_be_read_or_written_is_told(home: Path):
+    env = home / "checkout/.env"
+    env.write_bytes(b"A=\xff\n")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        stack.write(tiny(), tiny(), home / "checkout")
+    env.unlink()
+    (home / "checkout/build").write_text("a file where a directory should be")
+    with pytest.raises(UsageError, match="cannot write what compose reads") as caught:
+        stack.write(tiny(), tiny(), home / "checkout")
+    assert "build" in caught.value.where

@@ -1,9 +1,8 @@
-"""What compose.yaml reads: `.env` with one value a line, and an override with the lists that `.env` can't hold."""
+"""What compose.yaml reads: variables for `.env`, and an override with the lists that `.env` can't hold."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ from typing import Any
 from dflash_serve.runtime.container import ContainerSpec
 
 OVERRIDE = "build/compose.plan.yaml"
-# Written by others; a line that names another variable than ours stays when the file is written anew.
-OURS = ("COMPOSE_FILE", "COMPOSE_PROFILES")
-PREFIX = "DFLASH_"
 
 
 @dataclass(frozen=True)
@@ -68,33 +64,6 @@ def variables(
         "DFLASH_CACHE_VOLUME": spec.cache_volume,
         "DFLASH_DATA": str(data),
     }
-
-
-def dotenv(values: Mapping[str, str], kept: tuple[str, ...] = ()) -> str:
-    """The text of `.env`; `kept` lines of the user's own come last."""
-    lines = ["# Written by `dflash-serve plan NAME --write`. Lines with names that are not ours are kept."]
-    lines += [f"{name}={quoted(value)}" for name, value in values.items()]
-    return "\n".join([*lines, *kept]) + "\n"
-
-
-def quoted(value: str) -> str:
-    r"""A value as compose reads it back unchanged: between single quotes nothing is expanded, and a single quote itself
-    only stands between double ones, where `\`, `"`, `$` and line ends need a backslash.
-    """
-    if "'" not in value and "\n" not in value and "\\" not in value:
-        return f"'{value}'"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("\n", "\\n")
-    return f'"{escaped}"'
-
-
-def foreign(text: str, values: Mapping[str, str]) -> tuple[str, ...]:
-    """Lines of an existing `.env` that set what we don't."""
-    out = []
-    for line in text.splitlines():
-        name, separator, _ = line.partition("=")
-        if separator and not line.lstrip().startswith("#") and name.strip() not in values:
-            out.append(line)
-    return tuple(out)
 
 
 def override(main: Side, cpu: Side) -> str:
