@@ -33,6 +33,12 @@ def two_engines(text: str, second: str) -> str:
     return text + "\n".join(other) + "\n"
 
 
+def started(text: str, at: float | None) -> str:
+    """The text of a process that was started then; None: that does not tell."""
+    rows = [row for row in text.splitlines() if not row.startswith("process_start_time_seconds ")]
+    return "\n".join([*rows, *([] if at is None else [f"process_start_time_seconds {at}"]), ""])
+
+
 def figures(snapshot: Snapshot) -> dict[str, float | None]:
     out = {key: snapshot.total(key) for key in FIGURES}
     out["acceptance_length"] = snapshot.acceptance_length
@@ -140,6 +146,48 @@ def test_a_restarted_engine_counts_from_zero_and_the_other_does_not() -> None:
     assert seen.restarted == (("", "tiny", "1"),)
     assert [engine.values["generation_tokens"] for engine in seen.engines] == [45, 9000]
     assert [engine.values["drafts"] for engine in seen.engines] == [17, 66]
+
+
+def test_a_restart_is_seen_though_every_counter_has_passed_its_old_value() -> None:
+    later = parse(started(REAL, 900))
+    seen = later.since(parse(started(EARLIER, 100)))
+    assert seen.restarted == (("", "tiny", "0"),)
+    assert figures(seen) == figures(parse(REAL))
+    assert seen.server == later.server
+    for at in (900, None):
+        same = later.since(parse(started(EARLIER, at)))
+        assert (same.restarted, same.drafts) == ((), 17)
+
+
+def test_only_the_engines_of_the_server_that_restarted_count_anew() -> None:
+    def page(text: str, instance: str, started: int) -> str:
+        mine = [row for row in text.splitlines() if 'engine="0"' in row]
+        rows = [row.replace('engine="0"', f'engine="0",instance="{instance}"') for row in mine]
+        return "\n".join([*rows, f'process_start_time_seconds{{instance="{instance}"}} {started}', ""])
+
+    earlier = parse(page(EARLIER, "a", 1) + page(EARLIER, "b", 1))
+    seen = parse(page(REAL, "a", 1) + page(REAL, "b", 2)).since(earlier)
+    assert seen.restarted == (("b", "tiny", "0"),)
+    assert [engine.values["drafts"] for engine in seen.engines] == [17, 367]
+
+
+def test_sums_of_the_process_that_went_back_are_another_life() -> None:
+    line = "dflash:watched_drafts_total 2.0"
+    assert line in EARLIER
+    assert line in REAL
+    earlier = started(EARLIER, None).replace(line, "dflash:watched_drafts_total 50.0")
+    assert parse(started(REAL, None)).since(parse(earlier)).server.values["watched_drafts"] == 2
+
+
+def test_several_series_of_one_engine_are_one_figure() -> None:
+    """Such as two api servers' pages joined: fractions don't add up, positions do."""
+    usage = 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"}'
+    accepted = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny",position="1"}'
+    assert usage in REAL
+    assert accepted in REAL
+    seen = parse(REAL + usage.replace("}", ',pid="2"} 0.6\n') + accepted.replace("}", ',pid="2"} 3\n'))
+    assert seen.kv_cache_usage == 0.6
+    assert seen.accepted_per_position[:3] == (193, 107 + 3, 64)
 
 
 @pytest.mark.parametrize(

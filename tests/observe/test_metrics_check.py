@@ -211,9 +211,18 @@ def test_fallback_refused_patches_and_preemptions() -> None:
 def test_a_wedged_engine_and_a_slow_one() -> None:
     assert ids(BUSY, BUSY, 30.0) == ["engine-wedged"]
     assert ids(IDLE, IDLE, 30.0) == []
+    # A prefill alone: no step is counted before its first token, and its chunks fill the cache.
+    assert ids(having(BUSY, kv_cache_usage_perc=0.004), BUSY, 30.0) == []
     later = having(BUSY, generation_tokens_total=9828, request_decode_time_seconds_sum=500)
     assert "output-below-band" in ids(later, BUSY, 100.0, tok_s_min=100.0)
     assert "output-below-band" not in ids(later, BUSY, 100.0, tok_s_min=50.0)
+    prefilled = having(later, request_prefill_time_seconds_sum=900)
+    assert "output-below-band" not in ids(prefilled, BUSY, 100.0, tok_s_min=100.0)
+
+
+def test_answers_so_slow_that_none_ends_are_judged() -> None:
+    later = having(BUSY, generation_tokens_total=1028, kv_cache_usage_perc=0.004)
+    assert "output-below-band" in ids(later, BUSY, 100.0, tok_s_min=50.0)
 
 
 def test_impossible_positions_and_nan() -> None:
@@ -234,6 +243,10 @@ def test_a_text_that_lacks_what_every_vllm_exports_is_refused() -> None:
 
 
 def test_a_restart_between_two_readings_is_told() -> None:
+    # The server of before had counted less than the one of now, which has served for a while.
+    line = "process_start_time_seconds 1.79602001219e+09"
+    assert line in BUSY
+    assert ids(BUSY, BUSY.replace(line, "process_start_time_seconds 1.7e+09"), 30.0) == ["restarted"]
     assert ids(IDLE, having(IDLE, generation_tokens_total=9000)) == ["restarted"]
 
 

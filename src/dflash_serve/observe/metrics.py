@@ -28,6 +28,7 @@ class Engine:
         split: counters by key and then by their label's number (draft position from 0, acceptance length from 1).
         histograms: by key.
         unusable: names whose value is NaN, infinite or negative.
+        unmoved: in a difference: gauges and fractions that are what they were.
     """
 
     server: str
@@ -37,6 +38,7 @@ class Engine:
     split: Mapping[str, Mapping[int, float]]
     histograms: Mapping[str, Histogram]
     unusable: tuple[str, ...] = ()
+    unmoved: frozenset[str] = frozenset()
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -175,17 +177,20 @@ class Snapshot:
     def since(self, earlier: Snapshot) -> Snapshot:
         """Counters of the time between two scrapes; gauges are the later ones.
 
-        An engine of which any counter went back was restarted: all its counters count from 0.
+        A server that was started anew counts from 0 with all its engines, whatever its counters are by now. Where the
+        text doesn't tell when it was started, a counter that went back does.
         """
         before = {engine.identity: engine for engine in earlier.engines}
+        anew = {key for key, now in self.servers.items() if _started_anew(now, earlier.servers.get(key, Server({})))}
         engines, restarted = [], []
         for now in self.engines:
             then = before.get(now.identity)
-            if then is not None and _went_back(now, then):
+            if then is not None and (now.server in anew or _went_back(now, then)):
                 restarted.append(now.identity)
                 then = None
             engines.append(now if then is None else _difference(now, then))
-        gone = {identity[0] for identity in restarted}
+        told = {key for key, server in self.servers.items() if "started" in server.values}
+        gone = anew | {identity[0] for identity in restarted} - told
         servers = {
             key: server if key in gone or key not in earlier.servers else _since(server, earlier.servers[key])
             for key, server in self.servers.items()
@@ -254,13 +259,16 @@ def _file(group: dict[str, Any], key: str, name: Name, stem: str, samples: list[
         group["unusable"].append(stem)
         return
     if name.by is None:
-        # Several series are one counter split by a label that doesn't matter here, such as the finish reason.
-        group["values"][key] = sum(s.value for s in samples)
+        # Several series are one figure split by a label that doesn't matter here, such as the finish reason.
+        group["values"][key] = (max if name.kind == "fraction" else sum)(s.value for s in samples)
         return
-    try:
-        group["split"][key] = {int(s.labels[name.by]): s.value for s in samples}
-    except (KeyError, ValueError):
-        raise MetricsError(f"{stem} has no number in its label {name.by!r}") from None
+    split: dict[int, float] = group["split"].setdefault(key, {})
+    for sample in samples:
+        try:
+            at = int(sample.labels[name.by])
+        except (KeyError, ValueError):
+            raise MetricsError(f"{stem} has no number in its label {name.by!r}") from None
+        split[at] = split.get(at, 0.0) + sample.value
 
 
 def _servers(found: Exposition) -> dict[str, Server]:
@@ -305,6 +313,14 @@ def _counters(engine: Engine) -> dict[str, float]:
     return out | {key: histogram.count for key, histogram in engine.histograms.items()}
 
 
+def _started_anew(now: Server, then: Server) -> bool:
+    if "started" in now.values and "started" in then.values and now.values["started"] != then.values["started"]:
+        return True
+    kinds = table().process
+    counters = {key: value for key, value in then.values.items() if kinds[key].kind == "counter"}
+    return any(now.values.get(key, value) < value for key, value in counters.items())
+
+
 def _went_back(now: Engine, then: Engine) -> bool:
     earlier = _counters(then)
     return any(value < earlier[key] for key, value in _counters(now).items() if key in earlier)
@@ -324,7 +340,10 @@ def _difference(now: Engine, then: Engine) -> Engine:
         for key, histogram in now.histograms.items()
         if key in then.histograms and (grown := histogram.since(then.histograms[key])) is not None
     }
-    return replace(now, values=values, split=split, histograms=histograms)
+    unmoved = frozenset(
+        key for key, value in now.values.items() if kinds[key].kind != "counter" and then.values.get(key) == value
+    )
+    return replace(now, values=values, split=split, histograms=histograms, unmoved=unmoved)
 
 
 def _grown(now: Mapping[int, float], then: Mapping[int, float]) -> dict[int, float]:
