@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
-import yaml
+from hub_checkout import DRAFTER, MAIN, PINNED, TARGET, Checkout
 
 from dflash_serve import paths
 from dflash_serve.checkpoint.hub_cache import main_revision, repo_folder, snapshot_dir
 from dflash_serve.checkpoint.manifest import manifest_of_snapshot
 from dflash_serve.checkpoint.pins import Pins, pinned, save_pins
 from dflash_serve.cli import main
-from dflash_serve.hardware.model import Host, Inventory
 from dflash_serve.overlay.spec import OverlaySpec, overlay_path
-from dflash_serve.plan import planner
 from dflash_serve.plan.planner import Request, make_plan
-from dflash_serve.preflight import from_plan, from_recipe
 from dflash_serve.preflight.from_plan import context_of
 from dflash_serve.recipe import catalogue
-
-TARGET, DRAFTER = "org/target", "org/drafter"
-PINNED, MAIN = "1" * 40, "2" * 40
-NO_GPU = Inventory(host=Host(cpu_cores=2, ram_total=24 * 2**30, ram_available=20 * 2**30), nvml_error="none")
-
-
-@pytest.fixture(autouse=True)
-def checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A checkout with one recipe: the tiny pair, from the hub, at no commit."""
-    real, root = paths.project_root(), tmp_path / "checkout"
-    (root / "recipes").mkdir(parents=True)
-    for name in ("overlays", "docker", "src", "pyproject.toml"):
-        (root / name).symlink_to(real / name)
-    recipe = yaml.safe_load((real / "recipes" / "tiny.yaml").read_text())
-    recipe |= {"name": "mine", "target": {"repo": TARGET}, "verified": None}
-    recipe["drafter"]["checkpoint"] = {"repo": DRAFTER}
-    (root / "recipes" / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    monkeypatch.setenv("DFLASH_SERVE_ROOT", str(root))
-    monkeypatch.setenv("DFLASH_SERVE_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("DFLASH_SERVE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    for module in (planner, from_plan, from_recipe):
-        name = "read_inventory" if module is planner else "read"
-        monkeypatch.setattr(module, name, lambda: NO_GPU)
-    for repo, side in ((TARGET, "target"), (DRAFTER, "drafter")):
-        for commit in (PINNED, MAIN):
-            shutil.copytree(real / "recipes" / "tiny" / side, snapshot_dir(repo, commit))
-        (repo_folder(repo) / "refs").mkdir()
-        (repo_folder(repo) / "refs" / "main").write_text(MAIN)
-    return root
-
-
-def pin(*sides: str) -> None:
-    made = {
-        side: manifest_of_snapshot(repo, PINNED, snapshot_dir(repo, PINNED))
-        for side, repo in (("target", TARGET), ("drafter", DRAFTER))
-        if side in sides
-    }
-    save_pins(Pins.model_validate({"schema": 1, "recipe": "mine", **made}))
 
 
 def preflight(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, str]]:
@@ -69,8 +25,8 @@ def preflight(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return int(ended.value.code or 0), {finding["id"]: finding["severity"] for finding in found}
 
 
-def test_the_plan_is_made_of_the_pinned_snapshots(capsys: pytest.CaptureFixture[str]) -> None:
-    pin("target", "drafter")
+def test_the_plan_is_made_of_the_pinned_snapshots(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout.pin("target", "drafter")
     plan = make_plan(Request("mine"))
     assert plan.drafter is not None
     for ref, repo in ((plan.target, TARGET), (plan.drafter, DRAFTER)):
@@ -85,8 +41,8 @@ def test_the_plan_is_made_of_the_pinned_snapshots(capsys: pytest.CaptureFixture[
     assert code == 0, found
 
 
-def test_half_of_the_pins_pin_half(capsys: pytest.CaptureFixture[str]) -> None:
-    pin("target")
+def test_half_of_the_pins_pin_half(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout.pin("target")
     plan = make_plan(Request("mine"))
     assert plan.drafter is not None
     assert (plan.target.revision, plan.target.pinned) == (PINNED, True)
@@ -96,7 +52,7 @@ def test_half_of_the_pins_pin_half(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, found["pins"]) == (4, "refuse")
 
 
-def test_without_pins_the_commit_of_main_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pins_the_commit_of_main_is_read_once(checkout: Checkout) -> None:
     """A ref that moves after the plan was made changes nothing of it."""
     plan = make_plan(Request("mine"))
     assert plan.drafter is not None
@@ -109,12 +65,12 @@ def test_without_pins_the_commit_of_main_is_read_once(monkeypatch: pytest.Monkey
     assert str(overlay_path(kept, paths.overlays_home())) == plan.drafter.served_from
 
 
-def test_pins_of_another_repo_and_a_commit_in_the_recipe_change_nothing(checkout: Path) -> None:
+def test_pins_of_another_repo_and_a_commit_in_the_recipe_change_nothing(checkout: Checkout) -> None:
     made = manifest_of_snapshot("org/other", PINNED, snapshot_dir(TARGET, PINNED))
     save_pins(Pins.model_validate({"schema": 1, "recipe": "mine", "target": made}))
     recipe = catalogue.find("mine")
     assert pinned(recipe).target.revision is None
-    pin("target")
+    checkout.pin("target")
     assert pinned(recipe).target.revision == PINNED
     own = recipe.model_copy(update={"target": recipe.target.model_copy(update={"revision": "3" * 40})})
     assert pinned(own).target.revision == "3" * 40
@@ -124,7 +80,7 @@ def test_pins_of_another_repo_and_a_commit_in_the_recipe_change_nothing(checkout
 @pytest.mark.parametrize(
     "garbage", [b"", b"\xff\xfe\x00", b"../../elsewhere", b"a\0b", b"main", b"A" * 40, b"1" * 41, b"1" * 39 + b"\n2"]
 )
-def test_only_a_commit_counts_in_refs_main(garbage: bytes) -> None:
+def test_only_a_commit_counts_in_refs_main(checkout: Checkout, garbage: bytes) -> None:
     (repo_folder(TARGET) / "refs" / "main").write_bytes(garbage)
     assert main_revision(TARGET) is None
     (repo_folder(TARGET) / "refs" / "main").write_bytes(b"1" * 40 + b"\n")

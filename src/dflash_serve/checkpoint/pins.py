@@ -32,6 +32,13 @@ class Pins(BaseModel):
         """One side's manifest."""
         return self.target if side == "target" else self.drafter
 
+    def at(self, side: Literal["target", "drafter"], checkpoint: Checkpoint) -> Manifest | None:
+        """One side's manifest, where it is of the checkpoint's repo and commit."""
+        found = self.of(side)
+        if found is None or (found.repo, found.revision) != (checkpoint.repo, checkpoint.revision):
+            return None
+        return found
+
 
 class Hub(Protocol):
     """The part of huggingface_hub's HfApi that pins need."""

@@ -14,14 +14,15 @@ def at_commit(recipe: Recipe) -> Recipe:
     """The recipe with the commit that `refs/main` names now, where nobody pinned one: read once, so that it can't move
     between two looks.
     """
-    changes: dict[str, Any] = {"target": _at_main(recipe.target)}
+    changes: dict[str, Any] = {"target": checkpoint_at_commit(recipe.target)}
     if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
-        checkpoint = _at_main(recipe.drafter.checkpoint)
+        checkpoint = checkpoint_at_commit(recipe.drafter.checkpoint)
         changes["drafter"] = recipe.drafter.model_copy(update={"checkpoint": checkpoint})
     return recipe.model_copy(update=changes)
 
 
-def _at_main(checkpoint: Checkpoint) -> Checkpoint:
+def checkpoint_at_commit(checkpoint: Checkpoint) -> Checkpoint:
+    """`at_commit` of one checkpoint."""
     if checkpoint.repo is None or checkpoint.revision is not None:
         return checkpoint
     return checkpoint.model_copy(update={"revision": main_revision(checkpoint.repo)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def check_snapshot(
         return [*out, _refuse("checkpoint-index", exc.what, directory)]
     missing = [name for name in wanted if name not in files]
     if listed is None:
-        missing += _missing_of_series(wanted, files)
+        missing += missing_of_series(wanted, files)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         out.append(
@@ -173,7 +174,7 @@ def require_whole(directory: Path, listing: list[SnapshotFile] | None = None) ->
             raise CheckpointError(finding.what, where=finding.where, fix=finding.fix)
 
 
-def _missing_of_series(names: list[str], files: dict[str, SnapshotFile]) -> list[str]:
+def missing_of_series(names: Iterable[str], files: Container[str]) -> list[str]:
     """Shards that `-00001-of-00030` style names promise and nobody delivers."""
     promised: dict[tuple[str, int], None] = {}
     for name in names:

@@ -34,7 +34,9 @@ class Weights:
 
     Attributes:
         role: `target` or `drafter`.
-        directory: where it lies; None when it must be fetched.
+        directory: where it lies; None when it must be fetched, or fetched to its end.
+        lacking: files that an interrupted fetch left missing or short.
+        left: bytes that are still to be fetched; 0 where nobody knows.
         sizes: expected bytes by file name, from the pins; empty when it isn't pinned.
         repo: on the hub; None for a local checkpoint.
         tokenizer: whether this directory must hold one.
@@ -47,6 +49,8 @@ class Weights:
     revision: str | None = None
     gated: bool = False
     tokenizer: bool = False
+    lacking: tuple[str, ...] = ()
+    left: int = 0
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def context_of(plan: Plan, **changes: Any) -> Context:
         will_fetch=True,
         hub_token=hub_token(os.environ),
         cache_directory=hub_cache(),
-        fetch_bytes=fetch_bytes(weights, recipe),
+        fetch_bytes=fetch_bytes(weights),
         load_bytes=load_bytes(weights, plan.engine.variant),
         engine_cuda=cuda,
         torch_cuda=cuda,

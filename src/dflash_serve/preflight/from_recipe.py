@@ -9,16 +9,16 @@ from typing import Literal
 
 from dflash_serve.checkpoint.hub_cache import hub_cache
 from dflash_serve.checkpoint.pins import pinned
-from dflash_serve.checkpoint.places import directory_of
+from dflash_serve.checkpoint.places import expected_directory
 from dflash_serve.findings import Finding
 from dflash_serve.hardware.inventory import read
 from dflash_serve.preflight.context import Context, Probes
 from dflash_serve.preflight.from_plan import engine_cuda, hub_token
 from dflash_serve.preflight.registry import all_checks
 from dflash_serve.preflight.runner import ORDER, run
-from dflash_serve.preflight.weights import Side, fetch_bytes, load_bytes, weights_of
+from dflash_serve.preflight.weights import Role, Side, fetch_bytes, load_bytes, weights_of
 from dflash_serve.recipe import catalogue
-from dflash_serve.recipe.schema import Recipe
+from dflash_serve.recipe.schema import Checkpoint, Recipe
 
 # Checks of what only a planner decides.
 PLANNED = frozenset({"draft_tokens"})
@@ -45,11 +45,11 @@ def findings_without_plan(
 def context_of_recipe(recipe: Recipe, *, host: str, port: int, forced: Iterable[str] = ()) -> Context:
     """What a start of the recipe needs of this machine, as far as that doesn't depend on a shape."""
     variant: Literal["cuda", "cpu"] = "cpu" if recipe.engine.variant == "cpu" else "cuda"
-    sides = [Side("target", recipe.target.repo, recipe.target.revision, directory_of(recipe.target), recipe.target)]
+    sides: list[tuple[Role, Checkpoint]] = [("target", recipe.target)]
     drafter = recipe.drafter
-    if drafter is not None and (checkpoint := drafter.checkpoint) is not None:
-        sides.append(Side("drafter", checkpoint.repo, checkpoint.revision, directory_of(checkpoint), checkpoint))
-    weights = weights_of(recipe.name, sides)
+    if drafter is not None and drafter.checkpoint is not None:
+        sides.append(("drafter", drafter.checkpoint))
+    weights = weights_of(recipe.name, [_side(role, checkpoint) for role, checkpoint in sides])
     cuda = engine_cuda() if variant == "cuda" else None
     inventory = read()
     gpus = [gpu for gpu in inventory.gpus if gpu.healthy and not gpu.mig_enabled] if variant == "cuda" else []
@@ -68,7 +68,7 @@ def context_of_recipe(recipe: Recipe, *, host: str, port: int, forced: Iterable[
         will_fetch=True,
         hub_token=hub_token(os.environ),
         cache_directory=hub_cache(),
-        fetch_bytes=fetch_bytes(weights, recipe),
+        fetch_bytes=fetch_bytes(weights),
         load_bytes=load_bytes(weights, variant),
         engine_cuda=cuda,
         torch_cuda=cuda,
@@ -76,3 +76,8 @@ def context_of_recipe(recipe: Recipe, *, host: str, port: int, forced: Iterable[
         forced=frozenset(forced),
         probes=Probes(inventory=read),
     )
+
+
+def _side(role: Role, checkpoint: Checkpoint) -> Side:
+    own = expected_directory(checkpoint) if checkpoint.repo is None else None
+    return Side(role, checkpoint.repo, checkpoint.revision, own, checkpoint)

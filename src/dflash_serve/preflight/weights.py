@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dflash_serve.checkpoint.manifest import Manifest
 from dflash_serve.checkpoint.pins import load_pins
+from dflash_serve.checkpoint.places import checkpoint_at_commit
+from dflash_serve.checkpoint.presence import Presence, presence
 from dflash_serve.checkpoint.safetensors_header import weight_files
 from dflash_serve.errors import DFlashError
 from dflash_serve.preflight.context import Weights
-from dflash_serve.recipe.schema import Checkpoint, Recipe
+from dflash_serve.recipe.schema import Checkpoint
 
 Role = Literal["target", "drafter"]
 
@@ -21,7 +24,7 @@ class Side:
     """One checkpoint of a start.
 
     Attributes:
-        directory: where it lies; None when it must be fetched.
+        directory: where it lies; None when that has to be looked up.
         checkpoint: what the recipe says of it; None when the recipe can't be read any more.
     """
 
@@ -40,32 +43,36 @@ def weights_of(recipe: str, sides: Iterable[Side]) -> tuple[Weights, ...]:
         pins = None
     out: list[Weights] = []
     for side in sides:
+        checkpoint = checkpoint_at_commit(side.checkpoint) if side.checkpoint is not None else None
         manifest = pins.of(side.role) if pins else None
-        fits = manifest is not None and (side.repo, side.revision) == (manifest.repo, manifest.revision)
+        if manifest is not None and (side.repo, side.revision) != (manifest.repo, manifest.revision):
+            manifest = None
+        here = presence(checkpoint, manifest) if checkpoint is not None and side.directory is None else Presence(None)
         out.append(
             Weights(
                 role=side.role,
-                directory=side.directory,
-                sizes={file.path: file.size for file in manifest.files} if manifest and fits else {},
+                directory=side.directory or (here.directory if here.whole else None),
+                sizes=_sizes(manifest, checkpoint) if manifest else {},
                 repo=side.repo,
                 revision=side.revision,
                 gated=bool(side.checkpoint and side.checkpoint.gated),
                 tokenizer=side.role == "target",
+                lacking=here.lacking,
+                left=here.left,
             )
         )
     return tuple(out)
 
 
-def fetch_bytes(weights: tuple[Weights, ...], recipe: Recipe | None) -> int:
-    """Bytes of the checkpoints that aren't here, by the pins or as published; unknown sizes count nothing."""
-    total = 0
-    for entry in weights:
-        if entry.directory is not None or recipe is None:
-            continue
-        drafter = recipe.drafter.checkpoint if recipe.drafter else None
-        checkpoint = recipe.target if entry.role == "target" else drafter
-        total += sum(entry.sizes.values()) or (checkpoint.size_bytes or 0 if checkpoint else 0)
-    return total
+def _sizes(manifest: Manifest, checkpoint: Checkpoint | None) -> dict[str, int]:
+    """Bytes by name below the checkpoint's own directory."""
+    prefix = f"{checkpoint.subdirectory}/" if checkpoint is not None and checkpoint.subdirectory else ""
+    return {file.path.removeprefix(prefix): file.size for file in manifest.files if file.path.startswith(prefix)}
+
+
+def fetch_bytes(weights: tuple[Weights, ...]) -> int:
+    """Bytes that are still to be fetched, by the pins or as published; unknown sizes count nothing."""
+    return sum(entry.left for entry in weights)
 
 
 def load_bytes(weights: tuple[Weights, ...], variant: str) -> int:

@@ -10,7 +10,9 @@ from typing import TypeVar
 from dflash_serve import paths
 from dflash_serve.checkpoint.config_reader import read_drafter, read_target
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
-from dflash_serve.checkpoint.places import directory_of
+from dflash_serve.checkpoint.manifest import Manifest
+from dflash_serve.checkpoint.pins import load_pins
+from dflash_serve.checkpoint.presence import presence
 from dflash_serve.errors import CheckpointError
 from dflash_serve.recipe.schema import Checkpoint, Recipe
 from dflash_serve.shape.known import ConfigUnknown, known_drafter, known_target
@@ -20,7 +22,7 @@ FactsT = TypeVar("FactsT")
 
 @dataclass(frozen=True)
 class Pair:
-    """Both sides of a recipe. A directory is None where nothing is on this machine."""
+    """Both sides of a recipe. A directory is None where the checkpoint must be fetched, or fetched to its end."""
 
     target: TargetFacts
     drafter: DrafterFacts | None
@@ -35,21 +37,24 @@ def pair_of(recipe: Recipe) -> Pair:
         CheckpointError: a checkpoint that is neither here nor known, or a config that is not sound.
     """
     drafter, drafter_dir = None, None
+    pins = load_pins(recipe.name)
     try:
-        target, target_dir = _side(recipe.target, read_target, known_target)
-        if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
-            drafter, drafter_dir = _side(recipe.drafter.checkpoint, read_drafter, known_drafter)
+        manifest = pins.at("target", recipe.target) if pins else None
+        target, target_dir = _side(recipe.target, manifest, read_target, known_target)
+        if recipe.drafter is not None and (checkpoint := recipe.drafter.checkpoint) is not None:
+            manifest = pins.at("drafter", checkpoint) if pins else None
+            drafter, drafter_dir = _side(checkpoint, manifest, read_drafter, known_drafter)
     except ConfigUnknown as exc:
         raise ConfigUnknown(exc.what, where=exc.where, fix=f"dflash-serve fetch {recipe.name}") from None
     return Pair(target, drafter, target_dir, drafter_dir)
 
 
 def _side(
-    checkpoint: Checkpoint, read: Callable[[Path], FactsT], known: Callable[[str], FactsT]
+    checkpoint: Checkpoint, manifest: Manifest | None, read: Callable[[Path], FactsT], known: Callable[[str], FactsT]
 ) -> tuple[FactsT, Path | None]:
-    place = directory_of(checkpoint)
-    if place is not None:
-        return read(place), place
+    here = presence(checkpoint, manifest)
+    if here.directory is not None:
+        return read(here.directory), here.directory if here.whole else None
     if checkpoint.repo is None:
         raise CheckpointError("no config.json there", where=str(paths.recipes_dir() / (checkpoint.path or "")))
     return known(checkpoint.repo), None

@@ -38,6 +38,9 @@ def check(context: Context) -> list[Finding]:
             out += _one(weights, weights.directory)
         else:
             what = f"the {weights.role} {weights.repo} is not on this machine"
+            if (lacking := weights.lacking) and len(lacking) < max(len(weights.sizes), 2):
+                more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+                what = f"the {weights.role} {weights.repo} is not whole: {lacking[0]}{more} missing or short"
             if context.will_fetch:
                 out.append(note("checkpoint-absent", f"{what}: the start fetches it first"))
             else:
