@@ -355,6 +355,33 @@ def test_labels_and_values_are_read_as_prometheus_own_library_writes_them(labels
     assert found[0].value == value or math.isnan(value)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x{" + 'a="1" ' * 30 + "} 1 ?",
+        "x{" + 'a="1" ' * 30 + "} 1",
+        "x{" + 'a="1"' * 30 + "} 1",
+        "x{" + 'a="1",' * 20000 + "? 1",
+        "x{" + " " * 50000 + "? 1",
+        'x{a="1"' + " " * 50000 + "? 1",
+        'x{a="' + '\\"' * 50000,
+        "x" + "\t" * 50000 + "1" + " " * 50000 + "?",
+        "x{,} 1",
+    ],
+    ids=range(9),
+)
+def test_a_line_that_is_no_sample_is_refused_at_once(line: str) -> None:
+    started = time.process_time()
+    with pytest.raises(MetricsError, match="line 1"):
+        read(line + "\n", frozenset())
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("labels", ['a="1",b="2"', ' a = "1" , b = "2" , ', 'a="1",b="2",'])
+def test_labels_are_separated_by_commas(labels: str) -> None:
+    assert read(f"x{{{labels}}} 1 1700000000\n", frozenset({"x"})).samples[0].labels == {"a": "1", "b": "2"}
+
+
 def test_a_page_above_the_limit_is_refused() -> None:
     with pytest.raises(MetricsError, match="more than"):
         parse("# x\n" * (9 * 2**20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.observe import exposition
+from dflash_serve.observe.exposition import displayed
 from dflash_serve.observe.metrics import MetricsError, scrape
 
 TEXT = (Path(__file__).resolve().parents[1] / "data/metrics/vllm-0.32.0-tiny-idle.txt").read_bytes()
@@ -61,21 +63,64 @@ def test_a_transfer_that_ends_early_is_refused(serve: Serve) -> None:
         scrape(serve(send(half, length=len(TEXT))))
 
 
-def test_a_server_that_drips_is_given_up(serve: Serve) -> None:
+@pytest.mark.parametrize(("size", "pause", "announced"), [(2, 0.02, False), (2, 0.02, True), (70000, 0.1, False)])
+def test_a_server_that_drips_is_given_up(serve: Serve, size: int, pause: float, announced: bool) -> None:
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
+        if announced:
+            handler.send_header("Content-Length", "1000000")
         handler.end_headers()
-        for _ in range(100):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
             try:
-                handler.wfile.write(b"#" * 70000 + b"\n")
+                handler.wfile.write(b"#" * (size - 1) + b"\n")
             except OSError:
                 return
-            time.sleep(0.1)
+            time.sleep(pause)
 
     started = time.monotonic()
     with pytest.raises(MetricsError, match="within"):
         scrape(serve(drip), timeout=0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 3
+
+
+def test_a_packed_and_a_chunked_text_are_read(serve: Serve) -> None:
+    def packed(handler: BaseHTTPRequestHandler) -> None:
+        handler.protocol_version = "HTTP/1.1"
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        body = gzip.compress(TEXT)
+        for at in range(0, len(body), 1000):
+            piece = body[at : at + 1000]
+            handler.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+        handler.wfile.write(b"0\r\n\r\n")
+
+    assert scrape(serve(packed)).drafts == 350
+
+
+def test_chunks_without_an_end_are_refused(serve: Serve) -> None:
+    def cut(handler: BaseHTTPRequestHandler) -> None:
+        handler.protocol_version = "HTTP/1.1"
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        half = TEXT[: TEXT.rindex(b"\n", 0, len(TEXT) // 2) + 1]
+        handler.wfile.write(f"{len(half):x}\r\n".encode() + half + b"\r\n")
+        handler.close_connection = True
+
+    with pytest.raises(MetricsError, match="no metrics from"):
+        scrape(serve(cut))
+
+
+def test_a_password_in_the_address_is_not_shown() -> None:
+    assert displayed("http://me:pa@ss@host:8000/metrics?x=@") == "http://host:8000/metrics?x=@"
+    assert displayed("http://host:8000/@me") == "http://host:8000/@me"
+    with pytest.raises(MetricsError) as raised:
+        scrape("http://me:secret@127.0.0.1:9/metrics")
+    assert "secret" not in str(raised.value)
+    assert "http://127.0.0.1:9/metrics" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,21 @@ import time
 from dataclasses import dataclass
 
 import requests
+import urllib3
 
 from dflash_serve.errors import DFlashError
 
 MAX_BYTES = 32 * 2**20
 # name{labels} value [timestamp], https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
+# What has been read is never tried in another way (`*+`), so a line takes time in proportion to its length.
+_PAIR = r'[a-zA-Z_][a-zA-Z0-9_]*+\s*+=\s*+"(?:[^"\\]|\\.)*+"'
 _SAMPLE = re.compile(
-    r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
-    r'(?:\{((?:\s*[a-zA-Z_][a-zA-Z0-9_]*\s*=\s*"(?:[^"\\]|\\.)*"\s*,?)*)\s*\})?'
-    r"[ \t]+([^ \t{}\"]+)(?:[ \t]+-?[0-9]+)?[ \t]*$"
+    r"([a-zA-Z_:][a-zA-Z0-9_:]*+)"
+    rf"(?:\{{\s*+(?:({_PAIR}(?:\s*+,\s*+{_PAIR})*+)(?:\s*+,)?\s*+)?\}})?"
+    r"[ \t]++([^ \t{}\"]++)(?:[ \t]++-?[0-9]++)?[ \t]*+$"
 )
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"')
+_USER = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*://)[^/?#]*@")
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "\\": "\\", '"': '"'}
 
@@ -94,32 +98,41 @@ def _number(text: str) -> float | None:
         return None
 
 
+def displayed(url: str) -> str:
+    """The URL without a user's name and password."""
+    return _USER.sub(r"\1", url)
+
+
 def fetch(url: str, *, timeout: float = 5.0, key: str | None = None) -> str:
-    """The text at `url`. `timeout` bounds the whole transfer, not each read.
+    """The text at `url`.
+
+    Args:
+        timeout: seconds. Nothing is read when they have passed; a server that falls silent is waited for once more.
 
     Raises:
-        MetricsError: no answer, not 200, too large, or cut off on the way.
+        MetricsError: no answer, not 200, too large, not there in time, or cut off on the way.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    deadline = time.monotonic() + timeout
+    deadline, name = time.monotonic() + timeout, displayed(url)
+    body = bytearray()
     try:
         with requests.get(url, timeout=timeout, headers=headers, stream=True) as answer:
             if answer.status_code in {401, 403}:
-                raise MetricsError(f"{url} wants a key ({answer.status_code})", fix="name its file with --key-file")
+                raise MetricsError(f"{name} wants a key ({answer.status_code})", fix="name its file with --key-file")
             if answer.status_code != 200:
-                raise MetricsError(f"{url} answers {answer.status_code}")
-            body = bytearray()
-            for piece in answer.iter_content(1 << 16):
+                raise MetricsError(f"{name} answers {answer.status_code}")
+            # requests' own iterator waits until a piece is full, however slowly it fills.
+            while piece := answer.raw.read1(1 << 16, decode_content=True):
                 body += piece
                 if len(body) > MAX_BYTES:
-                    raise MetricsError(f"{url} sends more than {MAX_BYTES} bytes", fix="is that a /metrics page?")
+                    raise MetricsError(f"{name} sends more than {MAX_BYTES} bytes", fix="is that a /metrics page?")
                 if time.monotonic() > deadline:
-                    raise MetricsError(f"{url} did not send its metrics within {timeout:g} s")
-    except requests.RequestException as exc:
+                    raise MetricsError(f"{name} did not send its metrics within {timeout:g} s")
+    except (requests.RequestException, urllib3.exceptions.HTTPError) as exc:
         raise MetricsError(
-            f"no metrics from {url}: {type(exc).__name__}", fix="is the server up? dflash-serve status"
+            f"no metrics from {name}: {type(exc).__name__}", fix="is the server up? dflash-serve status"
         ) from None
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError:
-        raise MetricsError(f"{url} does not send text") from None
+        raise MetricsError(f"{name} does not send text") from None
