@@ -13,8 +13,9 @@ import click
 
 from dflash_serve.errors import UsageError
 from dflash_serve.observe import gpu, metrics
+from dflash_serve.observe.exposition import displayed
 from dflash_serve.observe.live import View, Watcher
-from dflash_serve.observe_commands import expected, served
+from dflash_serve.observe_commands import expected, read_key, served
 
 _OPTIONS = (
     click.argument("source", required=False, metavar="[URL]"),
@@ -33,11 +34,14 @@ def _options(command: Any) -> Any:
 def _watcher(source: str | None, recipe: str | None, key_file: Path | None) -> tuple[str, Watcher]:
     url = source or served()
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url} is no URL", fix="for example http://127.0.0.1:8000/metrics")
+        raise UsageError(f"{displayed(url)} is no URL", fix="for example http://127.0.0.1:8000/metrics")
     if url.count("/") == 2:
         url += "/metrics"
-    key = key_file.read_text().strip() if key_file else None
-    return url, Watcher(lambda: metrics.scrape(url, key=key, timeout=4.0), gpu.read, expected=expected(recipe))
+    key = read_key(key_file)
+    # What is shown and printed is the address without a password that it holds.
+    return displayed(url), Watcher(
+        lambda: metrics.scrape(url, key=key, timeout=4.0), gpu.read, expected=expected(recipe)
+    )
 
 
 @click.command()

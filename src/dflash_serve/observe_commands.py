@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -14,7 +15,7 @@ from dflash_serve.errors import ExitCode, UsageError
 from dflash_serve.findings import Severity
 from dflash_serve.observe import context
 from dflash_serve.observe.check import Expected, Reading, check, regression
-from dflash_serve.observe.exposition import MAX_BYTES, fetch
+from dflash_serve.observe.exposition import MAX_BYTES, displayed, fetch
 from dflash_serve.observe.metrics import MetricsError, Snapshot, parse
 
 
@@ -45,7 +46,7 @@ def check_command(
     Without a source: the server that runs here. Cron: dflash-serve metrics check >/dev/null || mail ...
     """
     source = source or served()
-    key = key_file.read_text().strip() if key_file else None
+    key = read_key(key_file)
     if watch and earlier:
         raise UsageError("--watch reads twice itself", fix="leave --earlier out")
     before = _read(earlier, key) if earlier else None
@@ -63,7 +64,7 @@ def check_command(
     failed = [f for f in findings if f.severity is not Severity.NOTE]
     if as_json:
         click.echo(json.dumps({
-            "source": source, "ok": not failed, "findings": [f.model_dump(mode="json") for f in findings],
+            "source": displayed(source), "ok": not failed, "findings": [f.model_dump(mode="json") for f in findings],
             "figures": figures(reading.counted), "exit_code": int(ExitCode.VERIFY_FAILED if failed else ExitCode.DONE),
         }, indent=2))  # fmt: skip
     else:
@@ -74,14 +75,19 @@ def check_command(
 
 
 @metrics.command("lengths")
-@click.argument("file", type=click.File("r"))
+@click.argument("file", type=click.File("rb"))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 def lengths(file: Any, as_json: bool) -> None:
-    """Acceptance by prompt length, from a JSON Lines file with prompt_len, accepted and drafts a request.
+    """Acceptance by prompt length, from a JSON Lines file: a line a request.
 
-    vLLM 0.33 puts these into its answers with --per-request-spec-decode-metrics summary.
+    A line is vLLM's own answer (0.33 with --per-request-spec-decode-metrics summary; streamed, the last chunk with its
+    usage), or an object with prompt_len, accepted and drafts.
     """
-    buckets = context.by_context(context.read_rows(file, file.name))
+    name = getattr(file, "name", "-")
+    try:
+        buckets = context.by_context(context.read_rows(io.TextIOWrapper(file, encoding="utf-8"), name))
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is no UTF-8 text", fix="give a JSON Lines file") from None
     if as_json:
         click.echo(json.dumps([
             {"up_to": None if b.end == float("inf") else b.end, "requests": b.requests, "drafts": b.drafts,
@@ -142,6 +148,25 @@ def _read(source: str, key: str | None) -> Snapshot:
         return parse(data.decode("utf-8"))
     except UnicodeDecodeError:
         raise MetricsError(f"{source} is no text") from None
+
+
+def read_key(file: Path | None) -> str | None:
+    """The API key in a file; None without one.
+
+    Raises:
+        UsageError: it can't be read, or holds what no header can carry.
+    """
+    if file is None:
+        return None
+    try:
+        key = file.read_bytes().decode("ascii").strip()
+    except OSError as exc:
+        raise UsageError(f"cannot read the key: {exc.strerror}", where=str(file)) from None
+    except UnicodeDecodeError:
+        key = ""
+    if not key or not all(" " < char < "\x7f" for char in key):
+        raise UsageError("no API key is in this file", where=str(file), fix="one line of printable ASCII characters")
+    return key
 
 
 def served() -> str:

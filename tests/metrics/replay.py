@@ -18,6 +18,7 @@ class Replay:
 
     Attributes:
         fault: None, or an HTTP status to answer with.
+        asked_as: the last request's Authorization.
     """
 
     def __init__(self, earlier: str, later: str, *, speed: float = 1.0, gauges: str = "", step: float = 0.0) -> None:
@@ -28,10 +29,12 @@ class Replay:
             self._rows.append((series, value, grown))
         self._speed, self._step, self._started, self._asked = speed, step, time.monotonic(), 0
         self.fault: int | None = None
+        self.asked_as: str | None = None
         replay = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                replay.asked_as = self.headers["Authorization"]
                 body = b"" if replay.fault else replay.text().encode()
                 self.send_response(replay.fault or 200)
                 self.send_header("Content-Length", str(len(body)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,3 +150,22 @@ def test_a_taken_port_is_refused(served: str, server: Replay) -> None:
     port = int(served.rstrip("/").rsplit(":", 1)[1])
     with pytest.raises(UsageError, match="can't be used"):
         PageServer(Watcher(lambda: metrics.scrape(server.url), tuple), interval=1, port=port, source="x")
+
+
+def test_a_tab_that_is_closed_while_it_loads_is_no_error(served: str, capfd: pytest.CaptureFixture[str]) -> None:
+    address = ("127.0.0.1", int(served.rstrip("/").rsplit(":", 1)[1]))
+    for _ in range(20):
+        with socket.create_connection(address) as tab:
+            tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            tab.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert requests.get(served, timeout=5).status_code == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_the_looking_ends_the_page(server: Replay) -> None:
+    """Figures that no longer move would look like a quiet server."""
+    watcher = Watcher(lambda: metrics.scrape(server.url), tuple)
+    with PageServer(watcher, interval=0.1, port=0, source="x") as made:
+        watcher._gpus = lambda: 1 / 0  # type: ignore[assignment,return-value]
+        with pytest.raises(ZeroDivisionError):
+            made.run()

@@ -93,6 +93,42 @@ def test_a_server_that_stops_answering_stays_with_its_age_and_comes_back() -> No
     assert watch.look().error == ""
 
 
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ("vllm:num_requests_running", "the text lacks vllm:num_requests_running"),
+        ("vllm:spec_decode_num_accepted_tokens_total", "drafts of tiny engine 0 but no accepted tokens"),
+    ],
+)
+def test_a_text_that_cannot_be_judged_is_no_answer(part: str, told: str) -> None:
+    """A proxy that drops a figure must not end the view."""
+    broken = "".join(line + "\n" for line in BUSY.splitlines() if not line.startswith(part))
+    script = Script(broken, IDLE, broken, BUSY)
+    watch = watcher(script)
+    assert told in watch.look().error
+    assert watch.look().output_tok_s is None
+    script.now += 2
+    seen = watch.look()
+    assert told in seen.error
+    assert seen.age == 2
+    assert "NO ANSWER for 2 s" in shown(seen)
+    script.now += 2
+    good = watch.look()
+    assert (good.error, good.output_tok_s) == ("", pytest.approx(45 / 4))
+
+
+def test_looks_further_apart_than_the_window_still_have_rates() -> None:
+    script = Script(IDLE, BUSY, None, BUSY)
+    watch = watcher(script)
+    watch.look()
+    script.now += 3 * WINDOW
+    view = watch.look()
+    assert (view.window, view.output_tok_s) == (3 * WINDOW, pytest.approx(45 / (3 * WINDOW)))
+    watch.look()
+    script.now += 3 * WINDOW
+    assert watch.look().output_tok_s is None  # not a mean over a silence
+
+
 def test_a_restart_shows_no_negative_rate() -> None:
     script = Script(BUSY, IDLE)
     watch = watcher(script)
@@ -174,4 +210,16 @@ def test_nvml_without_a_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", absent)
+    assert read() == ()
+
+
+def test_gpus_that_are_lost_while_they_are_read_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    def lost(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    for name in ("nvmlDeviceGetCount", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lost)
     assert read() == ()

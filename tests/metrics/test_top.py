@@ -117,3 +117,26 @@ def test_without_a_server_it_says_so(args: list[str], tmp_path: Path) -> None:
     assert done.returncode == 2
     assert 1 <= len(done.stderr.splitlines()) <= 3
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", "schlüssel".encode(), b"", b"one\ntwo", b"a\x00b"])
+def test_a_file_without_a_key_is_refused(server: Replay, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    done = run(server.url, "--once", "--key-file", str(file))
+    assert done.returncode == 2
+    assert "no API key is in this file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_password_in_the_address_is_used_and_not_shown(server: Replay) -> None:
+    address = server.url.replace("//", "//me:secret@")
+    for args in (["--once"], ["--once", "--json"]):
+        done = run(address, *args, "--interval", "0.2")
+        assert done.returncode == 0, done.stderr
+        assert "secret" not in done.stdout + done.stderr
+    assert server.asked_as == "Basic bWU6c2VjcmV0"
+    for wrong in ("http://me:secret@127.0.0.1:9/metrics", "ftp://me:secret@127.0.0.1/metrics"):
+        done = run(wrong, "--once")
+        assert done.returncode == 2
+        assert "secret" not in done.stdout + done.stderr

@@ -160,7 +160,36 @@ def test_b09_a_running_server_tells_acceptance_by_context() -> None:
     assert ids(contexts((4096, 100, 198), (262144, 20, 5))) == []  # too few to tell
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt_len": 1}', '{"prompt_len": "x", "accepted": 1, "drafts": 1}',
+def answer(prompt: int, accepted: int, steps: int) -> str:
+    """As vLLM 0.33 answers with --per-request-spec-decode-metrics summary."""
+    told = {"mean_acceptance_length": 1 + accepted / steps, "num_spec_steps": steps, "num_spec_tokens": 7,
+            "num_accepted_draft_tokens": accepted, "num_draft_tokens": 7 * steps}  # fmt: skip
+    usage = {"prompt_tokens": prompt, "completion_tokens": accepted + steps, "total_tokens": prompt + accepted + steps}
+    return json.dumps({"id": "cmpl-1", "choices": [], "usage": usage, "metrics": {"speculative_decoding": told}}) + "\n"
+
+
+def test_lengths_reads_answers_as_vllm_gives_them() -> None:
+    done = run("lengths", "-", "--json", stdin=answer(100, 198, 100) + answer(5000, 25, 100))
+    rows = json.loads(done.output)
+    assert [(row["up_to"], row["drafts"], row["acceptance_length"]) for row in rows] == [
+        (4096, 100, 2.98), (16384, 100, 1.25)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe{}", b'{"prompt_len": 1, "accepted": 1, "drafts": 1}\n\xff\n'])
+def test_lengths_of_a_file_that_is_no_text(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(data)
+    done = run("lengths", str(file))
+    assert isinstance(done.exception, UsageError)
+    assert "is no UTF-8 text" in str(done.exception)
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "7", "[" * 100000, '{"prompt_len": 1}', answer(1, 1, 1)[:40],
+                                  answer(1, 1, 1).replace("speculative_decoding", "x"),
+                                  '{"usage": {"prompt_tokens": 1}, "metrics": null}',
+                                  '{"prompt_len": 1' + "0" * 400 + ', "accepted": 1, "drafts": 1}',
+                                  '{"prompt_len": "x", "accepted": 1, "drafts": 1}',
                                   '{"prompt_len": 1, "accepted": -1, "drafts": 1}'])  # fmt: skip
 def test_a_broken_row_is_named_with_its_line(line: str) -> None:
     with pytest.raises(UsageError) as raised:
@@ -281,3 +310,19 @@ def test_exit_codes_are_fit_for_cron(args: list[str], text: str, code: int) -> N
     assert "Traceback" not in done.stderr
     if code in (2, 3):
         assert 1 <= len(done.stderr.splitlines()) <= 3
+
+
+def test_a_password_in_an_address_is_not_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_serve import observe_commands
+
+    monkeypatch.setattr(observe_commands, "fetch", lambda url, key: BUSY)
+    done = run("check", "http://me:secret@host/metrics", "--json")
+    assert json.loads(done.output)["source"] == "http://host/metrics"
+
+
+def test_a_key_of_other_letters_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"\xe9\xff")
+    done = run("check", "http://127.0.0.1:9/metrics", "--key-file", str(file))
+    assert isinstance(done.exception, UsageError)
+    assert "no API key is in this file" in str(done.exception)

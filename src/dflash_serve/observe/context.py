@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_serve.errors import UsageError
 
@@ -39,23 +40,37 @@ def by_context(rows: Iterable[tuple[float, float, float]], edges: Sequence[float
 
 
 def read_rows(lines: Iterable[str], where: str) -> list[tuple[float, float, float]]:
-    """Rows of a JSON Lines text with `prompt_len`, `accepted` and `drafts`.
+    """Rows of a JSON Lines text: objects with `prompt_len`, `accepted` and `drafts`, or vLLM's answers.
 
     Raises:
-        UsageError: a line that isn't such an object, with its number.
+        UsageError: a line that is neither, with its number.
     """
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            values = (float(row["prompt_len"]), float(row["accepted"]), float(row["drafts"]))
-        except (ValueError, KeyError, TypeError) as exc:
+            values = _row(json.loads(line))
+        # A number may be too large for a float, and brackets may be nested beyond what Python follows.
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as exc:
             raise UsageError(
-                f"no row with prompt_len, accepted and drafts: {exc!r}", where=f"{where}:{number}"
+                f"neither prompt_len, accepted and drafts nor an answer with spec-decode metrics: {exc!r}"[:200],
+                where=f"{where}:{number}",
+                fix="--per-request-spec-decode-metrics summary puts them into answers (vLLM 0.33, n = 1)",
             ) from None
         if not all(0 <= value < float("inf") for value in values):
-            raise UsageError("prompt_len, accepted and drafts are counts", where=f"{where}:{number}")
+            raise UsageError("prompt lengths, accepted tokens and drafts are counts", where=f"{where}:{number}")
         rows.append(values)
     return rows
+
+
+def _row(row: Any) -> tuple[float, float, float]:
+    """An answer's keys are those of vLLM 0.33 (entrypoints/generate/base/protocol.py, SpeculativeDecodingMetrics)."""
+    if "usage" in row:
+        told = row["metrics"]["speculative_decoding"]
+        return (
+            float(row["usage"]["prompt_tokens"]),
+            float(told["num_accepted_draft_tokens"]),
+            float(told["num_spec_steps"]),
+        )
+    return float(row["prompt_len"]), float(row["accepted"]), float(row["drafts"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,9 @@ def read(uuids: tuple[str, ...] = ()) -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()
     finally:
-        pynvml.nvmlShutdown()
+        # A GPU that fell off the bus fails here as well.
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
     chosen = tuple(gpu for gpu in found if gpu.uuid in uuids)
     return chosen or found
 
@@ -69,4 +72,4 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -104,27 +104,34 @@ class Watcher:
         self._scrape, self._gpus, self._expected, self._clock = scrape, gpus, expected, clock
         self._seen: deque[tuple[float, Snapshot]] = deque()
         self._last = View(at=time.time())
-        self._first: float | None = None
+        self._failed = False
         self.history: deque[tuple[float, dict[str, float | None]]] = deque(maxlen=HISTORY)
 
     def look(self) -> View:
-        """Scrape once; the view of now."""
-        now = self._clock()
+        """Scrape once; the view of now. A text that can't be read or judged is an `error` beside the last figures."""
+        now, gpus = self._clock(), self._gpus()
         try:
             snapshot = self._scrape()
+            then = self._before(now)
+            recent = snapshot.since(then[1]) if then else None
+            seen = view(snapshot, recent, now - then[0] if then else 0.0, self._expected, gpus)
         except MetricsError as exc:
+            self._failed = True
             age = now - self._seen[-1][0] if self._seen else 0.0
-            stale = {**vars(self._last), "at": time.time(), "error": exc.what, "age": age, "gpus": self._gpus()}
             self.history.append((time.time(), {}))
-            return View(**stale)
-        while self._seen and now - self._seen[0][0] > WINDOW:
-            self._seen.popleft()
-        then = self._seen[0] if self._seen else None
+            return replace(self._last, at=time.time(), error=exc.what, age=age, gpus=gpus)
+        self._failed, self._last = False, seen
         self._seen.append((now, snapshot))
-        recent = snapshot.since(then[1]) if then else None
-        self._last = view(snapshot, recent, now - then[0] if then else 0.0, self._expected, self._gpus())
-        self.history.append((time.time(), {key: getattr(self._last, key) for key in CHARTED}))
-        return self._last
+        self.history.append((time.time(), {key: getattr(seen, key) for key in CHARTED}))
+        return seen
+
+    def _before(self, now: float) -> tuple[float, Snapshot] | None:
+        """The oldest reading of the window, or else the last one; none from before a longer silence."""
+        while len(self._seen) > 1 and now - self._seen[0][0] > WINDOW:
+            self._seen.popleft()
+        if not self._seen or (self._failed and now - self._seen[0][0] > WINDOW):
+            return None
+        return self._seen[0]
 
 
 def view(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from base64 import b64encode
 from functools import cache
@@ -41,6 +42,15 @@ def _policy() -> str:
     )
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away while it is answered is no error; anything else is told."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 class PageServer:
     """Looks at the server every `interval` seconds and shows what was seen to whoever asks on this machine.
 
@@ -52,6 +62,7 @@ class PageServer:
         self._watcher, self._interval, self._source = watcher, interval, source
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._data = self._dump(watcher.look())
+        self._broken: Exception | None = None
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -68,10 +79,9 @@ class PageServer:
                 pass
 
         try:
-            self._server = ThreadingHTTPServer((HOST, port), Handler)
+            self._server = _Server((HOST, port), Handler)
         except OSError as exc:
             raise UsageError(f"port {port} can't be used: {exc.strerror}", fix="--port 0 takes a free one") from None
-        self._server.daemon_threads = True
         self.url = f"http://{HOST}:{self._server.server_port}/"
         self._looking = threading.Thread(target=self._look, daemon=True)
 
@@ -87,18 +97,24 @@ class PageServer:
         self._looking.join(timeout=10)
 
     def run(self) -> None:
-        """Serve until `close`, or an interrupt."""
+        """Serve until `close`, an interrupt, or an error of the looking, which is raised: old figures look like new."""
         self._server.serve_forever(poll_interval=0.2)
+        if self._broken is not None:
+            raise self._broken
 
     def close(self) -> None:
         """End `run`."""
         self._server.shutdown()
 
     def _look(self) -> None:
-        while not self._stop.wait(self._interval):
-            data = self._dump(self._watcher.look())
-            with self._lock:
-                self._data = data
+        try:
+            while not self._stop.wait(self._interval):
+                data = self._dump(self._watcher.look())
+                with self._lock:
+                    self._data = data
+        except Exception as exc:
+            self._broken = exc
+            self._server.shutdown()
 
     def _dump(self, view: View) -> bytes:
         shown = {
