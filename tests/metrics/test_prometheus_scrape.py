@@ -9,6 +9,7 @@ import pytest
 
 from tests.serve.conftest import free_port
 
+from .conftest import ROOT
 from .prom import Prometheus, check_everything_has_data
 from .replay import Replay, tiny
 
@@ -41,6 +42,8 @@ def test_every_rule_and_panel_has_data_and_a_lost_server_is_seen(server: Replay,
         check_everything_has_data(prometheus)
         assert prometheus.value("instance:kv_cache_usage:max") == pytest.approx(0.00293, abs=1e-5)
         assert prometheus.firing() == set()
+        recorded = prometheus.value('count({__name__=~"(instance|engine):.+"})')
+        assert f"figures add {recorded:.0f} series" in " ".join((ROOT / "docs/metrics.md").read_text().split())
         server.fault = 500
         prometheus.until('ALERTS{alertname="ServerDown",alertstate="pending"}', 20)
     finally:
