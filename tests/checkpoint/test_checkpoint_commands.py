@@ -100,6 +100,12 @@ def test_findings_are_shown_and_do_not_stop(hub: Hub, cache: Path, files: dict[s
     (row, _) = json.loads(run(fetch, "mine", "--json"))
     path = (Path(row["snapshot"]) / "chat_template.jinja").resolve()
     path.write_bytes(b"{{ MESSAGES }}")
-    result = CliRunner().invoke(fetch, ["mine", "--verify"])
+    result = CliRunner().invoke(fetch, ["mine", "--verify", "--offline"])
     assert result.exit_code == 0
     assert "checkpoint-hash" in result.stderr
+    result = CliRunner().invoke(fetch, ["mine", "--verify"])
+    assert (result.exit_code, "is fetched again" in result.stderr, "checkpoint-hash" in result.stderr) == (
+        0,
+        True,
+        False,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from snapshot_maker import write_shards
 
 from dflash_serve.checkpoint import fetch as fetch_module
 from dflash_serve.checkpoint.fetch import Fetched, FetchOptions, fetch_checkpoint
-from dflash_serve.checkpoint.hub_cache import PARTIAL, hub_cache, repo_folder, snapshot_dir
+from dflash_serve.checkpoint.hub_cache import PARTIAL, hub_cache, lock_path, repo_folder, snapshot_dir
 from dflash_serve.checkpoint.manifest import FileEntry, Manifest
 from dflash_serve.checkpoint.pins import list_files
 from dflash_serve.checkpoint.tensor_bytes import Tensor
@@ -457,14 +458,124 @@ def test_verify_hashes_what_was_there(hub: Hub, cache: Path, files: dict[str, by
     data[-1] ^= 1
     path.write_bytes(bytes(data))
     assert fetch(hub, cache).received == 0, "sizes agree, so only hashing shows it"
-    with pytest.raises(CheckpointError, match="is not the file of"):
-        fetch(hub, cache, verify=True)
+
+
+def spoil(path: Path) -> None:
+    """One bit wrong, the size as it was."""
+    real = Path(os.path.realpath(path))
+    data = bytearray(real.read_bytes())
+    data[-1] ^= 1
+    real.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("name", [SHARD, "chat_template.jinja"])
+def test_verify_fetches_a_corrupt_file_again_and_no_other(
+    name: str, hub: Hub, cache: Path, files: dict[str, bytes]
+) -> None:
+    found = fetch(hub, cache)
+    spoil(found.snapshot / name)
+    again = fetch(hub, cache, verify=True)
+    assert again.received == len(files[name])
+    assert (again.snapshot / name).read_bytes() == files[name]
+    assert again.findings == ()
+    assert fetch(hub, cache, verify=True).received == 0
+
+
+def test_verify_repairs_a_blob_that_no_name_leads_to(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
+    found = fetch(hub, cache)
+    spoil(found.snapshot / SHARD)
+    (found.snapshot / SHARD).unlink()
+    assert (fetch(hub, cache, verify=True).snapshot / SHARD).read_bytes() == files[SHARD]
+
+
+def test_verify_repairs_a_cache_without_symlinks(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
+    found = fetch(hub, cache)
+    real = Path(os.path.realpath(found.snapshot / SHARD))
+    real.replace(found.snapshot / SHARD)
+    spoil(found.snapshot / SHARD)
+    assert (fetch(hub, cache, verify=True).snapshot / SHARD).read_bytes() == files[SHARD]
+
+
+def test_a_file_of_the_users_own_behind_a_corrupt_name_is_kept(
+    hub: Hub, cache: Path, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    found = fetch(hub, cache)
+    own = tmp_path / "own.safetensors"
+    own.write_bytes(b"x" * len(files[SHARD]))
+    (found.snapshot / SHARD).unlink()
+    (found.snapshot / SHARD).symlink_to(own)
+    assert (fetch(hub, cache, verify=True).snapshot / SHARD).read_bytes() == files[SHARD]
+    assert own.read_bytes() == b"x" * len(files[SHARD])
+
+
+def test_what_is_corrupt_stays_missing_while_the_hub_is_silent(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
+    manifest = pinned(hub)
+    found = fetch(hub, cache, manifest=manifest)
+    spoil(found.snapshot / SHARD)
+    hub.faults[SHARD] = [status(500)] * 9
+    with pytest.raises(CheckpointError, match="answers 500"):
+        fetch(hub, cache, manifest=manifest, verify=True)
+    assert not (found.snapshot / SHARD).exists(), "wrong weights must not be served meanwhile"
+    hub.faults.clear()
+    assert (fetch(hub, cache, manifest=manifest).snapshot / SHARD).read_bytes() == files[SHARD]
+
+
+def test_offline_a_corrupt_file_is_told_and_kept(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
+    manifest = pinned(hub)
+    found = fetch(hub, cache)
+    spoil(found.snapshot / SHARD)
+    with pytest.raises(CheckpointError, match="is not the file of") as caught:
+        fetch(hub, cache, manifest=manifest, offline=True, verify=True)
+    assert "dflash-serve fetch NAME --verify" in caught.value.fix
+    assert (found.snapshot / SHARD).exists()
 
 
 def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, files: dict[str, bytes]) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="cannot write the cache"):
+    with pytest.raises(CheckpointError, match="cannot use the cache") as caught:
         fetch(hub, tmp_path / "file" / "cache")
+    assert str(tmp_path / "file") in caught.value.where
+    assert "move it away" in caught.value.fix
+
+
+@pytest.mark.parametrize("place", ["name", "blob", "partial", "snapshot", "main", "refs", "lock"])
+def test_something_in_the_way_of_a_name_is_told(place: str, hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
+    entry = next(file for file in pinned(hub).files if file.path == SHARD)
+    root = repo_folder(REPO, cache)
+    in_the_way = {
+        "name": snapshot_dir(REPO, ONE, cache) / SHARD / "inside",
+        "blob": root / "blobs" / entry.expected / "inside",
+        "partial": root / "blobs" / (entry.expected + PARTIAL) / "inside",
+        "main": root / "refs" / "main" / "inside",
+        "lock": lock_path(REPO, entry.expected, cache) / "inside",
+        # A file where a directory has to be.
+        "snapshot": root / "snapshots",
+        "refs": root / "refs",
+    }[place]
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("mine")
+    with pytest.raises(CheckpointError, match="cannot use the cache") as caught:
+        fetch(hub, cache, revision=None)
+    assert str(root.name) in caught.value.where
+    assert "move it away" in caught.value.fix
+    assert in_the_way.read_text() == "mine"
+    assert not [path for path in cache.rglob("*.tmp")], "no temporary name is left"
+    shutil.rmtree(in_the_way.parent) if in_the_way.name == "inside" else in_the_way.unlink()
+    assert (fetch(hub, cache, revision=None).snapshot / SHARD).read_bytes() == files[SHARD]
+    assert refs_main(cache) == ONE
+
+
+def test_a_full_disk_is_told(hub: Hub, cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dflash_serve.checkpoint.transfer.os.fsync", full)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            fetch(hub, cache)
+    assert caught.value.where == str(cache)
+    assert "make room" in caught.value.fix
+    assert (fetch(hub, cache).snapshot / SHARD).read_bytes() == files[SHARD]
 
 
 def test_a_file_name_that_leaves_the_snapshot_is_refused(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:

@@ -7,11 +7,13 @@ import shutil
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dflash_serve.checkpoint.hashing import git_blob_id, sha256
 from dflash_serve.checkpoint.hub_cache import hub_cache, main_revision, repo_folder, snapshot_dir
 from dflash_serve.checkpoint.manifest import FileEntry, Manifest
 from dflash_serve.checkpoint.pins import Pins, list_files, load_pins, pinned
@@ -99,18 +101,41 @@ def fetch_checkpoint(
     side: str, checkpoint: Checkpoint, manifest: Manifest | None, options: FetchOptions, progress: Progress
 ) -> Fetched:
     """One checkpoint; see `fetch_recipe`."""
-    started = time.monotonic()
     if checkpoint.path is not None or checkpoint.repo is None:
-        return _local(side, checkpoint, started)
-    repo = checkpoint.repo
+        return _local(side, checkpoint, time.monotonic())
+    try:
+        return _fetch_from_hub(side, checkpoint, checkpoint.repo, manifest, options, progress)
+    except OSError as exc:
+        raise unwritable(exc, options.cache or hub_cache()) from None
+
+
+def unwritable(exc: OSError, place: Path) -> CheckpointError:
+    """The error for a cache whose file system fails: full, read-only, or something in the way of a name."""
+    where = str(exc.filename2 or exc.filename or place)
+    if isinstance(exc, IsADirectoryError | NotADirectoryError | FileExistsError):
+        fix = "something else has that name: move it away, then run it again: it resumes"
+    else:
+        fix = "make room, check its permissions, or put the cache elsewhere with HF_HUB_CACHE; it resumes"
+    return CheckpointError(f"cannot use the cache: {exc.strerror or exc}", where=where, fix=fix)
+
+
+def _fetch_from_hub(
+    side: str,
+    checkpoint: Checkpoint,
+    repo: str,
+    manifest: Manifest | None,
+    options: FetchOptions,
+    progress: Progress,
+) -> Fetched:
+    started = time.monotonic()
     if manifest is not None and manifest.repo != repo:
         raise CheckpointError(
-            f"the pins are of {manifest.repo}, the recipe names {repo}", fix="dflash-serve pins refresh"
+            f"the pins are of {manifest.repo}, the recipe names {repo}", fix="dflash-serve pins refresh NAME"
         )
     if manifest is not None and checkpoint.revision not in (None, manifest.revision):
         raise CheckpointError(
             f"the pins are of revision {manifest.revision[:12]}, the recipe names {checkpoint.revision}",
-            fix="dflash-serve pins refresh",
+            fix="dflash-serve pins refresh NAME",
         )
     cache = options.cache or hub_cache()
     if options.offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -120,6 +145,8 @@ def fetch_checkpoint(
         manifest = _ask_hub(repo, checkpoint.revision, options)
     manifest = _below(manifest, checkpoint.subdirectory)
     place = Place(repo, manifest.revision, cache, _endpoint(options), options.token, options.patience)
+    if options.verify:
+        drop_corrupt(place, manifest.files, progress)
     missing = [file for file in manifest.files if not _present(place, file)]
     left = sum(file.size - partial_bytes(place, file) for file in missing)
     _require_disk(cache, left, repo)
@@ -127,12 +154,14 @@ def fetch_checkpoint(
     if missing:
         with progress.step(f"fetch {side} {repo}") as step:
             received = _transfer_all(place, missing, options.workers, step)
-    findings = _verify(manifest, place, progress if options.verify else None, checkpoint.subdirectory)
+    # What was there was hashed before, what came was hashed on its way.
+    snapshot = snapshot_dir(repo, manifest.revision, cache)
+    findings = _raise_refusals(verify_snapshot(manifest, snapshot, subdirectory=checkpoint.subdirectory))
     if unpinned and checkpoint.subdirectory is None:
         # Only now is the revision whole, so only now may it be called main.
         atomic_write(repo_folder(repo, cache) / "refs" / "main", manifest.revision)
     seconds = time.monotonic() - started
-    snapshot = snapshot_dir(repo, manifest.revision, cache) / (checkpoint.subdirectory or "")
+    snapshot = snapshot / (checkpoint.subdirectory or "")
     present = manifest.bytes - sum(file.size for file in missing)
     return Fetched(side, repo, manifest.revision, snapshot, manifest, received, present, seconds, findings)
 
@@ -201,7 +230,7 @@ def _ask_hub(repo: str, revision: str | None, options: FetchOptions) -> Manifest
         try:
             commit = revision or api.repo_info(repo).sha
             if commit is None:
-                raise CheckpointError(f"the hub names no commit of {repo}")
+                raise CheckpointError(f"the hub names no commit of {repo}", fix="name a revision in the recipe")
             return list_files(api, repo, commit)
         except CheckpointError:
             raise
@@ -284,33 +313,43 @@ def _transfer_all(place: Place, files: list[FileEntry], workers: int, step: Step
             meter.show(step)
             for future in done:
                 future.result()
-    except OSError as exc:
-        raise CheckpointError(
-            f"cannot write the cache: {exc.strerror or exc}",
-            where=str(exc.filename or place.cache),
-            fix="make room or check its permissions; it resumes",
-        ) from None
     except Stopped:
-        raise CheckpointError(f"the fetch of {place.repo} was ended") from None
+        raise CheckpointError(f"the fetch of {place.repo} was ended", fix="run it again: it resumes") from None
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
     return meter.received
 
 
-def _verify(manifest: Manifest, place: Place, progress: Progress | None, part: str | None) -> tuple[Finding, ...]:
-    """Sizes and headers, and with `progress` every hash too."""
-    snapshot = snapshot_dir(place.repo, place.revision, place.cache)
-    if progress is None:
-        return _raise_refusals(verify_snapshot(manifest, snapshot, subdirectory=part))
-    with progress.step(f"hash {place.repo}") as step:
-        meter = _Meter(manifest.bytes, 0)
+def drop_corrupt(place: Place, files: Iterable[FileEntry], progress: Progress) -> None:
+    """Hash what is there of the files, under its name or as a blob without one; take away what differs.
 
-        def tick(_: str, count: int) -> None:
+    Raises:
+        OSError: a file cannot be read, or not be taken away.
+    """
+    snapshot = snapshot_dir(place.repo, place.revision, place.cache)
+    root = Path(os.path.realpath(repo_folder(place.repo, place.cache)))
+    there: dict[Path, tuple[FileEntry, set[Path]]] = {}
+    for file in files:
+        for name in (snapshot / file.path, place.blob(file)):
+            if name.is_file() and name.stat().st_size == file.size:
+                there.setdefault(Path(os.path.realpath(name)), (file, set()))[1].add(name)
+    if not there:
+        return
+    meter = _Meter(sum(file.size for file, _ in there.values()), 0)
+    with progress.step(f"hash {place.repo}") as step:
+
+        def tick(count: int) -> None:
             meter.tick(count)
             meter.show(step)
 
-        return _raise_refusals(verify_snapshot(manifest, snapshot, hashes=True, tick=tick, subdirectory=part))
+        for real, (file, names) in there.items():
+            found = sha256(real, tick) if file.sha256 else git_blob_id(real, tick)
+            if found != file.expected:
+                step.line(f"{file.path} is not the file of {place.origin} (hash {found[:12]}): it is fetched again")
+                # A link may lead to a file of the user's own: only the link is the cache's to remove.
+                for name in (real, *names) if root in real.parents else names:
+                    name.unlink(missing_ok=True)
 
 
 def _raise_refusals(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -230,7 +230,11 @@ def link_blob(repo: str, revision: str, path: str, blob: str, cache: Path) -> No
             raise
         target.replace(pointer)  # the snapshot gets the file itself, as the hub's client does
         return
-    temporary.replace(pointer)
+    try:
+        temporary.replace(pointer)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _beside(path: Path) -> Path:
