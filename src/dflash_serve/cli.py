@@ -211,6 +211,9 @@ def plan(other: str | None, write: bool, as_json: bool, **options: Any) -> None:
     if write:
         if other is not None:
             raise UsageError("--write writes one plan, --diff compares two", fix="use one of them")
+        if as_json or options["runtime"] == "native":
+            what = "--json prints a plan and --write writes it" if as_json else "compose runs containers"
+            raise UsageError(f"{what}: --write takes neither --json nor --runtime native", fix="leave it out")
         from dflash_serve import stack
 
         stack.write_and_tell(_make_plan(**{**options, "runtime": "docker"}))
@@ -352,7 +355,7 @@ def status(name: str | None, as_json: bool) -> None:
     for one in seen:
         length = one["acceptance_length"]
         extra = f"  acceptance {length:.2f}" if length is not None else ""
-        cause = f"  ({one['cause']})" if one["cause"] and one["state"] == "failed" else ""
+        cause = f"  ({one['cause']})" if one["cause"] and one["state"] in {"failed", "unknown"} else ""
         phase = f"  {one['phase']}" if "phase" in one else ""
         click.echo(f"{one['recipe']:<32} {one['state']:<11} {one['url']}{phase}{extra}{cause}")
 
@@ -366,48 +369,72 @@ def logs(name: str | None, follow: bool, lines: int, previous: bool) -> None:
     """Print the server's log."""
     import time
 
+    from dflash_serve.errors import StartFailed
     from dflash_serve.runtime.backend import of
     from dflash_serve.runtime.log import LogTail
 
     run = _run(name)
     path = run.log_file if not previous else run.directory / "server.previous.log"
     backend = of(run)
-    if follow and not previous:
-        with backend.tail(run, lines=lines) as tail:
-            while backend.alive(run):
-                click.echo(tail.read(), nl=False)
-                time.sleep(0.5)
-            click.echo(tail.read(), nl=False)
-        return
+    trouble: StartFailed | None = None
     if not previous:
-        backend.sync_log(run)
+        try:
+            lives = follow and backend.alive(run)
+            if not lives:
+                backend.sync_log(run)
+        except StartFailed as exc:
+            # What was kept of it can be read without the back end.
+            lives, trouble = False, exc
+        if lives:
+            with backend.tail(run, lines=lines) as tail:
+                while backend.alive(run):
+                    click.echo(tail.read(), nl=False)
+                    time.sleep(0.5)
+                click.echo(tail.rest(), nl=False)
+            return
     if not path.is_file():
+        if trouble is not None:
+            raise trouble
         raise UsageError(f"there is no such log of {run.recipe}", where=str(path))
+    if trouble is not None:
+        click.echo(f"{trouble.what}: this is what was kept of the log", err=True)
     click.echo(LogTail(path, lines=lines).read().rstrip("\n"))
 
 
 @cli.command()
 @click.argument("name", required=False)
-@click.option("--grace", type=click.FloatRange(0, 3600), default=60, show_default=True, metavar="SECONDS",
-              help="Time that running requests get.")  # fmt: skip
+@click.option("--grace", type=click.FloatRange(0, 3600), metavar="SECONDS",
+              help="Time that running requests get; what the plan says without it.")  # fmt: skip
+@click.option("--forget", is_flag=True, help="Take it for stopped when the Docker that ran it does not answer.")
 @_json_option
-def down(name: str | None, grace: float, as_json: bool) -> None:
+def down(name: str | None, grace: float | None, forget: bool, as_json: bool) -> None:
     """Stop what is served (all of it without a name): running requests finish first."""
     from dflash_serve import runs
+    from dflash_serve.errors import StartFailed
     from dflash_serve.runtime import state
 
-    stopped = []
+    stopped: list[dict[str, Any]] = []
+    failed: list[StartFailed] = []
     for run in [_run(name)] if name else state.load_all():
         live = run.state in runs.LIVE
-        killed = runs.down(run, grace=grace)
+        try:
+            killed = runs.down(run, grace=grace, forget=forget)
+        except StartFailed as exc:
+            # One that can't be stopped doesn't keep the others running.
+            failed.append(exc)
+            continue
         if live or name:
             stopped.append({"recipe": run.recipe, "killed": killed})
-    if as_json:
+    if as_json and not failed:
         click.echo(json.dumps({"stopped": stopped}, indent=2))
         return
     for one in stopped:
         forced = f" ({len(one['killed'])} processes had to be killed)" if one["killed"] else ""
-        click.echo(f"{one['recipe']} is stopped{forced}")
+        click.echo(f"{one['recipe']} is stopped{forced}", err=as_json)
+    for other in failed[1:]:
+        click.echo("\n".join(other.lines()), err=True)
+    if failed:
+        raise failed[0]
     if not stopped:
         click.echo("nothing is served here")
 

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from dflash_serve import paths
-from dflash_serve.errors import UsageError
+from dflash_serve.errors import StartFailed, UsageError
 from dflash_serve.hardware import kernel_log
 from dflash_serve.observe import bundle, redact
 from dflash_serve.observe.doctor import Diagnosis, Doctor, Found, Verdict
@@ -219,14 +219,10 @@ def _subject(name: str | None) -> Iterator[Subject]:
 
 def _inspect(container: str) -> dict[str, Any]:
     """What Docker says of a container; empty when it is gone or Docker doesn't answer."""
-    import docker
+    from dflash_serve.runtime import docker
 
-    with contextlib.suppress(docker.errors.DockerException):
-        client = docker.from_env(timeout=10)
-        try:
-            return dict(client.containers.get(container).attrs)
-        finally:
-            client.close()
+    with contextlib.suppress(StartFailed):
+        return docker.inspect(container) or {}
     return {}
 
 

@@ -12,7 +12,7 @@ from dflash_serve import environment, paths
 from dflash_serve.checkpoint.config_reader import read_target
 from dflash_serve.checkpoint.fetch import FetchOptions, fetch_recipe
 from dflash_serve.environment.checks import size_of
-from dflash_serve.errors import BuildFailed, DFlashError, PreflightRefused, UsageError
+from dflash_serve.errors import BuildFailed, DFlashError, PreflightRefused, StartFailed, UsageError
 from dflash_serve.findings import Finding, Severity
 from dflash_serve.fsio import locked
 from dflash_serve.hardware.lock import GpuLocks
@@ -23,7 +23,7 @@ from dflash_serve.preflight.from_recipe import findings_without_plan
 from dflash_serve.preflight.runner import preflight
 from dflash_serve.progress import Progress, Step
 from dflash_serve.recipe import catalogue
-from dflash_serve.runs import LIVE, interruptible
+from dflash_serve.runs import LIVE, interruptible, with_a_way_out
 from dflash_serve.runtime import native, state
 from dflash_serve.runtime.backend import of
 from dflash_serve.runtime.container import published_address
@@ -220,14 +220,18 @@ def refuse_if_served(plan: Plan) -> None:
 
     Raises:
         UsageError: it is being served, by the same plan or another.
+        StartFailed: its back end can't tell.
     """
     run = state.load(plan.recipe)
     if run is None or run.state not in LIVE:
         return
     backend = of(run)
-    if not backend.alive(run):
-        backend.clean_up(run)
-        return
+    try:
+        if not backend.alive(run):
+            backend.clean_up(run)
+            return
+    except StartFailed as exc:
+        raise with_a_way_out(run, exc) from None
     same = "with the same plan" if run.plan_digest == plan.digest else "with another plan"
     raise UsageError(f"{plan.recipe} is already served {same}", where=run.url, fix=f"./start.sh down {plan.recipe}")
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from dflash_serve.errors import StartFailed
+from dflash_serve.errors import DFlashError, StartFailed
 from dflash_serve.observe import metrics
 from dflash_serve.observe.cause import cause_of
+from dflash_serve.plan.model import Plan
 from dflash_serve.runtime import state
-from dflash_serve.runtime.backend import of
+from dflash_serve.runtime.backend import Ending, of
 from dflash_serve.runtime.phases import PhaseTracker
 from dflash_serve.runtime.state import Run, RunState
 from dflash_serve.runtime.wait import died, healthy
 
 WATCH_SECONDS = 1.0
+# Of a start's log: enough to hold the line that its phase began with.
+PHASE_LINES = 2000
+# Seconds that a stopped server gets where its plan doesn't say: more than it drains for.
+GRACE_S = 90
 LIVE = {RunState.STARTING, RunState.SERVING, RunState.UNVERIFIED}
 
 
@@ -91,9 +96,9 @@ def observe(run: Run) -> dict[str, Any]:
         return shown
     if current.state is RunState.STARTING:
         tracker = PhaseTracker()
-        of(current).sync_log(current)
-        tracker.feed(current.log_file.read_text("utf-8", "replace") if current.log_file.exists() else "")
-        shown["phase"] = tracker.current.title
+        with suppress(StartFailed):
+            tracker.feed(of(current).recent(current, lines=PHASE_LINES))
+            shown["phase"] = tracker.current.title
     elif current.state in LIVE:
         shown["healthy"] = healthy(current.url)
         try:
@@ -118,29 +123,52 @@ def _noticed(run: Run) -> Run:
         return run
     # The engine writes its last words after it is seen dead.
     time.sleep(0.3)
-    backend.sync_log(run)
-    ending = backend.ending(run) if gone else None
-    cause = (ending.cause if ending else "") or cause_of(run.log_file).text
-    run = run.having(state=RunState.FAILED, cause=f"{cause}{ending.status if ending else ''}")
+    with suppress(StartFailed):  # a log that can't be kept doesn't make it alive
+        backend.sync_log(run)
+    ending = backend.ending(run) if gone else Ending()
+    cause = ending.cause or cause_of(run.log_file, ending.code).text
+    run = run.having(state=RunState.FAILED, cause=f"{cause}{ending.status}")
     if gone:
         backend.clean_up(run)
     return run
 
 
-def down(run: Run, *, grace: float) -> list[int]:
+def down(run: Run, *, grace: float | None = None, forget: bool = False) -> list[int]:
     """Stop a run and what belongs to it; a run that is not live only loses its leftovers.
+
+    Args:
+        grace: seconds that requests in flight get; what its plan says when None.
+        forget: take it for stopped when its back end doesn't answer.
 
     Returns:
         Pids that did not end by themselves within `grace` seconds.
+
+    Raises:
+        StartFailed: its back end can't stop it.
     """
     live = run.state in LIVE
+    killed: list[int] = []
     try:
-        killed = of(run).stop(run, grace=grace)
-    except StartFailed:
+        killed = of(run).stop(run, grace=default_grace(run) if grace is None else grace)
+    except StartFailed as exc:
         # What ended long ago must not need an engine that is not there any more.
-        if live:
-            raise
-        return []
+        if live and not forget:
+            raise with_a_way_out(run, exc) from None
     if live:
-        run.having(state=RunState.STOPPED, cause=None)
+        run.having(state=RunState.STOPPED, cause="forgotten: its back end did not answer" if forget else None)
     return killed
+
+
+def with_a_way_out(run: Run, exc: StartFailed) -> StartFailed:
+    """The error of a back end that can't be asked about a run, with what to do when it never will be."""
+    fix = f"{exc.fix}; or, when its container is gone for good: dflash-serve down {run.recipe} --forget"
+    return StartFailed(f"{run.recipe}: {exc.what}", where=exc.where, fix=fix)
+
+
+def default_grace(run: Run) -> float:
+    """Seconds that a stop waits for it: what its plan gives a container, which is more than the server drains for."""
+    with suppress(DFlashError, OSError):
+        plan = Plan.load(run.plan_file)
+        if plan.container is not None:
+            return plan.container.stop_seconds
+    return GRACE_S

@@ -24,7 +24,7 @@ from dflash_serve.findings import Finding, Severity, refuse
 from dflash_serve.fsio import atomic_write_json
 from dflash_serve.hardware.lock import GpuLocks, acquire
 from dflash_serve.image.caches import compile_jobs, compiled_environment, compiled_key
-from dflash_serve.lifecycle import build_overlays, refuse_hypothetical
+from dflash_serve.lifecycle import build_overlays, refuse_hypothetical, show
 from dflash_serve.plan.model import Plan
 from dflash_serve.preflight.context import Context, Image
 from dflash_serve.preflight.from_plan import context_of
@@ -62,14 +62,14 @@ class Engine:
 @click.option("--host", help="Listen on this address instead of the plan's; inside a container: 0.0.0.0.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Listen on this port instead of the plan's.")
 @click.option("--only", type=click.Choice(["preflight", "overlays"]), help="Do this one step and end.")
-@click.option("--unless", metavar="URL", help="End at once when a server answers there: then nothing is to be checked.")
+@click.option("--unless", metavar="URL", help="End at once when a server, of whatever plan, answers there.")
 @click.option("--check", "check_only", is_flag=True, help="Preflight and overlays only; prints the command line.")
 def serve(
     plan_file: Path, host: str | None, port: int | None, only: str | None, unless: str | None, check_only: bool
 ) -> None:
     """Execute a saved PLAN in the foreground: check the machine, build overlays, become the engine."""
     if unless is not None and healthy(unless):
-        click.echo(f"a server answers at {unless} already")
+        click.echo(f"a server answers at {unless} already, of this plan or another: nothing is checked")
         return
     plan = listening_on(Plan.load(plan_file), host, port)
     refuse_hypothetical(plan)
@@ -82,10 +82,7 @@ def serve(
     context = context_here(plan, engine)
     with progress.step("preflight") as step:
         findings = [*engine_findings(plan), *run_checks(context)]
-        for finding in findings:
-            if finding.severity is not Severity.NOTE:
-                for line in finding.lines():
-                    step.line(line)
+        show(findings, step)
         if any(finding.severity is Severity.REFUSE for finding in findings):
             raise PreflightRefused(findings)
     if only == "preflight":

@@ -185,23 +185,6 @@ def test_without_an_engine(home: Path, monkeypatch: pytest.MonkeyPatch):
         runtime.start(plan_of())
 
 
-def test_an_engine_that_stops_answering_is_an_error_and_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch):
-    """APIError is a RequestException too: a refusal of the engine keeps its own meaning."""
-    import docker.errors
-    import requests
-
-    monkeypatch.setattr(runtime.docker, "from_env", lambda **_: Gone())
-    with pytest.raises(StartFailed, match="no Docker engine answers"), runtime._engine():
-        raise requests.ConnectionError("reset by peer")
-    with pytest.raises(docker.errors.NotFound), runtime._engine():
-        raise docker.errors.NotFound("no such container")
-
-
-class Gone:
-    def close(self) -> None:
-        return
-
-
 def test_without_an_engine_a_run_is_unknown_and_an_old_one_can_be_dropped(home: Path, monkeypatch: pytest.MonkeyPatch):
     from dflash_serve import runs
 

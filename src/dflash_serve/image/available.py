@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from dflash_serve.dockerd import SOCKET, gives_gpus, no_answer
+
 # A socket that isn't there answers at once; one that hangs must not hold up every plan.
 TIMEOUT_S = 3
 
@@ -24,8 +26,8 @@ def why_not(name: str) -> str:
     image = identity(name)
     try:
         client = docker.from_env(timeout=TIMEOUT_S)
-    except docker.errors.DockerException:
-        return "no Docker engine answers"
+    except docker.errors.DockerException as exc:
+        return no_answer(exc)[0]
     try:
         info = client.info()
         if name == "cuda" and not gives_gpus(info):
@@ -37,8 +39,8 @@ def why_not(name: str) -> str:
                 return f"the image is not built, and its base is not pinned (dflash-serve image resolve {name})"
             if not _buildx():
                 return "the image is not built, and docker has no buildx"
-    except (docker.errors.DockerException, OSError):
-        return "no Docker engine answers"
+    except (docker.errors.DockerException, OSError) as exc:
+        return no_answer(exc)[0]
     finally:
         client.close()
     return ""
@@ -46,14 +48,7 @@ def why_not(name: str) -> str:
 
 def _engine_listens() -> bool:
     """Whether there is anything to ask. Docker's client is not imported for that: it takes 0.2 s."""
-    return "DOCKER_HOST" in os.environ or Path("/var/run/docker.sock").exists()
-
-
-def gives_gpus(info: dict[str, object]) -> bool:
-    """Whether `docker info` names the nvidia runtime, or devices by CDI."""
-    runtimes = info.get("Runtimes")
-    devices = info.get("DiscoveredDevices")
-    return "nvidia" in (runtimes if isinstance(runtimes, dict) else {}) or "nvidia" in str(devices or "")
+    return "DOCKER_HOST" in os.environ or Path(SOCKET).exists()
 
 
 def _buildx() -> bool:

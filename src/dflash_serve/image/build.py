@@ -5,19 +5,21 @@ The SDK speaks the old build protocol only, which knows neither secrets nor cach
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import docker.errors
+import requests
 
 import docker
 from dflash_serve import paths
+from dflash_serve.dockerd import no_answer
 from dflash_serve.errors import BuildFailed
 from dflash_serve.findings import Severity
 from dflash_serve.image.builder import Log, reason
@@ -86,23 +88,22 @@ def build(image: Identity, options: BuildOptions, progress: Progress) -> Built:
     wrong = [finding for finding in lint(dockerfile) if finding.severity is Severity.REFUSE]
     if wrong:
         raise BuildFailed(wrong[0].what, where=wrong[0].where, fix=wrong[0].fix)
-    engine = connect()
-    try:
-        if not options.rebuild and (found := _inspect(engine, image.reference)) is not None:
-            return _built(image, found, found_there=True)
-        log = paths.state_home() / "builds" / f"{image.reference.replace(':', '-')}.log"
-        started = time.monotonic()
-        with progress.step(f"building {image.reference}") as step:
-            seen = Log()
-            code = _run(_command(image, options), dockerfile, log, seen, step)
-        if code != 0:
-            raise _failure(seen, log, code)
+    with connected() as engine:
+        found = None if options.rebuild else _inspect(engine, image.reference)
+    if found is not None:
+        return _built(image, found, found_there=True)
+    log = paths.state_home() / "builds" / f"{image.reference.replace(':', '-')}.log"
+    started = time.monotonic()
+    with progress.step(f"building {image.reference}") as step:
+        seen = Log()
+        code = _run(_command(image, options), dockerfile, log, seen, step)
+    if code != 0:
+        raise _failure(seen, log, code)
+    with connected() as engine:
         made = _inspect(engine, image.reference)
-        if made is None:
-            raise BuildFailed(f"the build ended without {image.reference}", where=str(log), fix=_BUILDX)
-        return _built(image, made, seconds=time.monotonic() - started, log=log, seen=seen)
-    finally:
-        engine.close()
+    if made is None:
+        raise BuildFailed(f"the build ended without {image.reference}", where=str(log), fix=_BUILDX)
+    return _built(image, made, seconds=time.monotonic() - started, log=log, seen=seen)
 
 
 def find(image: Identity) -> bool:
@@ -111,11 +112,8 @@ def find(image: Identity) -> bool:
     Raises:
         BuildFailed: no engine, or what has the image's name is of another checkout.
     """
-    engine = connect()
-    try:
+    with connected() as engine:
         found = _inspect(engine, image.reference)
-    finally:
-        engine.close()
     if found is None:
         return False
     if findings := compare(found["Config"].get("Labels") or {}, image, where=image.reference):
@@ -129,32 +127,36 @@ def layers(reference: str) -> list[tuple[int, str]]:
     Raises:
         BuildFailed: no engine, or it doesn't have the image.
     """
-    engine = connect()
-    try:
-        history = engine.images.get(reference).history()
-    except docker.errors.ImageNotFound:
-        raise BuildFailed(f"there is no image {reference} here", fix="dflash-serve build VARIANT") from None
-    finally:
-        engine.close()
+    with connected() as engine:
+        try:
+            history = engine.images.get(reference).history()
+        except docker.errors.ImageNotFound:
+            raise BuildFailed(f"there is no image {reference} here", fix="dflash-serve build VARIANT") from None
     return [(row["Size"], " ".join(row["CreatedBy"].split())) for row in reversed(history) if row["Size"]]
 
 
-def connect() -> Any:
+@contextmanager
+def connected() -> Iterator[Any]:
     """The Docker engine's client, after it answered.
 
     Raises:
-        BuildFailed: it can't be reached.
+        BuildFailed: it can't be reached, or refuses what the block did not catch itself.
     """
     try:
         client = docker.from_env(timeout=30)
-        client.ping()
-    except docker.errors.DockerException as exc:
-        raise BuildFailed(
-            "no Docker engine answers",
-            where=f"{os.environ.get('DOCKER_HOST', '/var/run/docker.sock')}: {str(exc)[:120]}",
-            fix="start Docker, or set DOCKER_HOST; without Docker: dflash-serve environment install VARIANT",
-        ) from None
-    return client
+        try:
+            client.ping()
+            yield client
+        finally:
+            client.close()
+    except docker.errors.APIError as exc:  # a RequestException too: it answered
+        why = " ".join(str(exc.explanation or exc).split())[:200]
+        fix = "the log of the Docker service says more; its disk may be full"
+        raise BuildFailed("Docker refuses what was asked of it", where=why, fix=fix) from None
+    except (docker.errors.DockerException, requests.RequestException) as exc:
+        what, where, fix = no_answer(exc)
+        fix += "; without Docker: dflash-serve environment install VARIANT"
+        raise BuildFailed(what, where=where, fix=fix) from None
 
 
 def _command(image: Identity, options: BuildOptions) -> list[str]:

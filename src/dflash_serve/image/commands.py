@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import click
+import docker.errors
 
 from dflash_serve.errors import BuildFailed, ExitCode, UsageError
 from dflash_serve.findings import Severity
 from dflash_serve.fsio import atomic_write
 from dflash_serve.hardware.inventory import read as read_inventory
 from dflash_serve.image import variants
-from dflash_serve.image.build import BuildOptions, Built, connect, layers
+from dflash_serve.image.build import BuildOptions, Built, connected, layers
 from dflash_serve.image.build import build as build_image
 from dflash_serve.image.builder import tidy
 from dflash_serve.image.identity import compare, identity
@@ -146,13 +147,11 @@ def check_command(name: str, reference: str | None) -> None:
     """Whether an image is the one that this checkout asks for, by its labels; a tag does not tell."""
     wanted = identity(variant_of(name))
     place = reference or wanted.reference
-    engine = connect()
-    try:
-        labels = engine.api.inspect_image(place)["Config"].get("Labels") or {}
-    except Exception as exc:
-        raise BuildFailed(f"there is no image {place} here", where=str(exc)[:120]) from None
-    finally:
-        engine.close()
+    with connected() as engine:
+        try:
+            labels = engine.api.inspect_image(place)["Config"].get("Labels") or {}
+        except docker.errors.NotFound:
+            raise BuildFailed(f"there is no image {place} here", fix=f"dflash-serve build {name}") from None
     if findings := compare(labels, wanted, where=place):
         raise BuildFailed(findings[0].what, where=findings[0].where, fix=findings[0].fix)
     click.echo(f"{place} is of this checkout")

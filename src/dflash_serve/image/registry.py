@@ -7,7 +7,7 @@ import re
 import docker.errors
 
 from dflash_serve.errors import BuildFailed
-from dflash_serve.image.build import connect
+from dflash_serve.image.build import connected
 
 
 def resolve_digest(reference: str) -> str:
@@ -16,17 +16,15 @@ def resolve_digest(reference: str) -> str:
     Raises:
         BuildFailed: no engine, or the registry doesn't answer or doesn't know the tag.
     """
-    engine = connect()
-    try:
-        digest = str(engine.images.get_registry_data(reference).id)
-    except docker.errors.APIError as exc:
-        raise BuildFailed(
-            f"the registry does not tell the digest of {reference}",
-            where=str(exc.explanation or exc)[:200],
-            fix="try it on a machine that reaches the registry, and commit docker/images.yaml",
-        ) from None
-    finally:
-        engine.close()
+    with connected() as engine:
+        try:
+            digest = str(engine.images.get_registry_data(reference).id)
+        except docker.errors.APIError as exc:
+            raise BuildFailed(
+                f"the registry does not tell the digest of {reference}",
+                where=str(exc.explanation or exc)[:200],
+                fix="try it on a machine that reaches the registry, and commit docker/images.yaml",
+            ) from None
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise BuildFailed(f"the registry answered with something that is no digest: {digest[:80]}", where=reference)
     return digest

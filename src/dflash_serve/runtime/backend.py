@@ -18,10 +18,12 @@ class Ending:
     Attributes:
         status: ` (exit 1)`, to stand behind a sentence; empty when nobody knows.
         cause: what the back end knows and no log says, such as a memory limit that struck.
+        code: of the process; negative for a signal, where it is not a shell's 128 + N. None when nobody knows.
     """
 
     status: str = ""
     cause: str = ""
+    code: int | None = None
 
 
 class Tail(Protocol):
@@ -29,6 +31,10 @@ class Tail(Protocol):
 
     def read(self) -> str:
         """What came since the last look; empty when nothing did."""
+        ...
+
+    def rest(self) -> str:
+        """What is left when the server has ended."""
         ...
 
 
@@ -49,6 +55,10 @@ class Backend(Protocol):
 
     def tail(self, run: Run, *, lines: int | None = None) -> AbstractContextManager[Tail]:
         """Follow its log: all of it, or from its last lines on."""
+        ...
+
+    def recent(self, run: Run, *, lines: int) -> str:
+        """The last lines of its log."""
         ...
 
     def sync_log(self, run: Run) -> None:

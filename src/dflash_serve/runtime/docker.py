@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
+import secrets
 import signal
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,15 @@ import docker.errors
 import docker.types
 import requests
 
-import docker
 from dflash_serve import paths
 from dflash_serve.errors import StartFailed
 from dflash_serve.fsio import atomic_write
 from dflash_serve.plan.model import Plan
+from dflash_serve.runtime import state
 from dflash_serve.runtime.backend import Ending, Tail
 from dflash_serve.runtime.container import (
     CACHE,
+    LABEL,
     LOG_BYTES,
     LOG_FILES,
     PORT,
@@ -30,55 +34,46 @@ from dflash_serve.runtime.container import (
     describe,
     own_key,
 )
+from dflash_serve.runtime.docker_client import SLOW_S, START_S, engine, explanation, kept_open
 from dflash_serve.runtime.log import StreamTail
-from dflash_serve.runtime.state import Run, RunState, ensure_key, now
+from dflash_serve.runtime.state import Run
 
-# Longer than any grace period: a stop answers when the container has ended.
-SLOW_S = 3700
-QUICK_S = 30
+# One value a start: what it made is found by it, also when the engine's answer was lost.
+START = f"{LABEL}.start"
 
 
 def start(plan: Plan) -> Run:
     """Start a container and return at once. Overlays must have been built on this machine, and the image too.
 
+    Whatever ends this function early, an interrupt too, no container of its own is left.
+
     Raises:
         StartFailed: no engine, no such image, or the container can't be created (port, GPU, mount).
         UsageError: the plan is for the native runtime.
     """
-    directory = paths.run_dir(plan.recipe)
-    directory.mkdir(parents=True, exist_ok=True)
-    plan.save(directory / "plan.json")
     key_file = Path(plan.server.key_file)
-    ensure_key(key_file)
-    spec = describe(plan, directory / "plan.json", key_file)
-    own_key(key_file, spec)
-    log = directory / "server.log"
-    if log.exists():
-        os.replace(log, directory / "server.previous.log")
-    with _engine() as client:
+    spec = describe(plan, paths.run_dir(plan.recipe) / "plan.json", key_file)
+    token = secrets.token_hex(8)
+    spec = replace(spec, labels={**spec.labels, START: token})
+    with engine(START_S) as client:
         _remove_leftover(client, spec.name)
+        state.begin(plan)
+        own_key(key_file, spec)
         try:
             made = create(client, spec)
             client.api.start(made)
+            return state.started(plan, "docker", container=made)
         except docker.errors.ImageNotFound:
             fix = f"dflash-serve build {plan.engine.variant}"
             raise StartFailed(f"there is no image {spec.image} here", fix=fix) from None
         except docker.errors.APIError as exc:
-            _remove_leftover(client, spec.name)
-            why = " ".join(str(exc.explanation or exc).split())[:200]
+            _discard(client, token)
+            why = explanation(exc)
             raise StartFailed("Docker cannot start the container", where=why, fix="dflash-serve preflight") from None
-    return Run(
-        recipe=plan.recipe,
-        state=RunState.STARTING,
-        runtime="docker",
-        plan_digest=plan.digest,
-        url=plan.server.url,
-        metrics_url=plan.server.url + "/metrics",
-        key_file=plan.server.key_file,
-        served_model_name=plan.server.served_model_name,
-        started_at=now(),
-        container=made,
-    ).save()
+        except BaseException:
+            # The engine may still be making what nobody waits for any more.
+            _discard(client, token, looks=4)
+            raise
 
 
 def create(client: Any, spec: ContainerSpec) -> str:
@@ -132,14 +127,30 @@ def restart_policy(spec: ContainerSpec) -> dict[str, Any]:
     return {"Name": "on-failure", "MaximumRetryCount": spec.retries} if spec.retries else {"Name": "no"}
 
 
+def inspect(container: str | None) -> dict[str, Any] | None:
+    """Docker's record of a container; None when there is none.
+
+    Raises:
+        StartFailed: no engine answers, or it refuses.
+    """
+    if not container:
+        return None
+    with engine() as client:
+        try:
+            found: dict[str, Any] = client.api.inspect_container(container)
+        except docker.errors.NotFound:
+            return None
+    return found
+
+
 def alive(run: Run) -> bool:
     """Whether the container runs, or is about to be started again by its restart policy.
 
     Raises:
         StartFailed: no engine answers.
     """
-    state = _state(run)
-    return state is not None and bool(state["Running"] or state.get("Restarting"))
+    found = inspect(run.container)
+    return found is not None and _lives(found["State"])
 
 
 def status(run: Run) -> str:
@@ -148,29 +159,33 @@ def status(run: Run) -> str:
     Raises:
         StartFailed: no engine answers.
     """
-    state = _state(run)
-    if state is None:
+    found = inspect(run.container)
+    if found is None:
         return "gone"
-    health = state.get("Health", {}).get("Status")
-    return str(health) if state["Running"] and health in {"healthy", "unhealthy"} else str(state["Status"])
+    seen = found["State"]
+    health = seen.get("Health", {}).get("Status")
+    return str(health) if seen["Running"] and health in {"healthy", "unhealthy"} else str(seen["Status"])
 
 
 def engine_alive(run: Run) -> bool:
-    """Whether a process titled EngineCore is in the container; while it restarts there is none, and that is no death.
+    """Whether a process titled EngineCore is in the container.
+
+    Where the container is started again after a failure, an engine that is missing is about to come back or not there
+    yet; when that has an end, `alive` says so.
 
     Raises:
         StartFailed: no engine answers.
     """
-    state = _state(run)
-    if state is None:
+    found = inspect(run.container)
+    if found is None:
         return False
-    if state.get("Restarting"):
+    if found["State"].get("Restarting") or found["HostConfig"]["RestartPolicy"].get("Name") == "on-failure":
         return True
-    with _engine() as client:
+    with engine() as client:
         try:
             seen = client.api.top(run.container)
         except docker.errors.APIError:
-            return False
+            return True  # nobody could look; a container that is gone is noticed by `alive`
     return any("EngineCore" in " ".join(row) for row in seen["Processes"] or ())
 
 
@@ -180,54 +195,82 @@ def ending(run: Run) -> Ending:
     Raises:
         StartFailed: no engine answers.
     """
-    state = _state(run)
-    if state is None:
+    found = inspect(run.container)
+    if found is None:
         return Ending()
-    return explain(int(state["ExitCode"]), out_of_memory=bool(state.get("OOMKilled")))
+    return explain(int(found["State"]["ExitCode"]), out_of_memory=bool(found["State"].get("OOMKilled")))
 
 
 def explain(code: int, *, out_of_memory: bool) -> Ending:
     """What Docker's exit code says."""
     if out_of_memory:
         what = "the kernel killed it because the container or the machine ran out of memory"
-        return Ending(f" (exit {code}, OOM)", cause=what)
+        return Ending(f" (exit {code}, OOM)", cause=what, code=code)
     if code <= 128 or code > 128 + 64:
-        return Ending(f" (exit {code})")
+        return Ending(f" (exit {code})", code=code)
     try:
         name = signal.Signals(code - 128).name
     except ValueError:
-        return Ending(f" (exit {code})")
-    return Ending(f" (exit {code}, {name})")
+        return Ending(f" (exit {code})", code=code)
+    return Ending(f" (exit {code}, {name})", code=code)
 
 
 @contextmanager
 def tail(run: Run, *, lines: int | None = None) -> Iterator[Tail]:
-    """The container's output as it comes.
+    """The container's output as it comes, over restarts by its policy. Questions asked meanwhile share one client.
 
     Raises:
         StartFailed: no engine answers.
     """
-    with _engine(SLOW_S) as client:
+    left = threading.Event()
+    with kept_open(), engine(SLOW_S) as client:
         try:
-            container = client.containers.get(run.container or "")
-            chunks = container.logs(stream=True, follow=True, tail="all" if lines is None else lines)
-        except docker.errors.APIError:
-            chunks = iter(())
-        yield StreamTail(chunks)
+            yield StreamTail(_output(client, run.container or "", lines, left))
+        finally:
+            left.set()
+
+
+def _output(client: Any, name: str, lines: int | None, left: threading.Event) -> Iterator[bytes]:
+    """What it prints, until it has ended for good or `left` is set. A stream ends with each of its restarts."""
+    container = client.containers.get(name)
+    seen = container.attrs["State"]
+    yield from container.logs(stream=True, follow=True, tail="all" if lines is None else lines)
+    before = seen["StartedAt"]
+    while not left.is_set():
+        container.reload()
+        seen = container.attrs["State"]
+        if not _lives(seen):
+            return
+        if seen["Running"] and not seen.get("Restarting") and seen["StartedAt"] != before:
+            before = seen["StartedAt"]
+            # Before it started it printed nothing for as long as the engine waits between two starts.
+            yield from container.logs(stream=True, follow=True, since=_seconds(before) - 0.05)
+            continue
+        time.sleep(0.25)
+
+
+def recent(run: Run, *, lines: int) -> str:
+    """The last lines of its output; empty when the container is gone.
+
+    Raises:
+        StartFailed: no engine answers, or it can't read the log.
+    """
+    return (_printed(run, lines) or b"").decode("utf-8", errors="replace")
 
 
 def sync_log(run: Run) -> None:
     """Write what the container printed so far to the run's log; what is there stays when the container is gone.
 
     Raises:
-        StartFailed: no engine answers.
+        StartFailed: no engine answers, it can't read the log, or the log can't be written here.
     """
-    with _engine() as client:
-        try:
-            text: bytes = client.containers.get(run.container or "").logs()
-        except docker.errors.APIError:
-            return
-    atomic_write(run.log_file, text, mode=0o600)
+    text = _printed(run)
+    if text is None:
+        return
+    try:
+        atomic_write(run.log_file, text, mode=0o600)
+    except OSError as exc:
+        raise state.cannot_write(run.log_file, exc) from None
 
 
 def stop(run: Run, *, grace: float) -> list[int]:
@@ -237,12 +280,12 @@ def stop(run: Run, *, grace: float) -> list[int]:
         The pid of the server, when it had to be killed.
 
     Raises:
-        StartFailed: no engine answers.
+        StartFailed: no engine answers, or it can't end the container.
     """
     killed: list[int] = []
-    with _engine(SLOW_S) as client:
+    with engine(SLOW_S) as client:
         try:
-            container = client.containers.get(run.container or "")
+            container = client.containers.get(run.container or _NOBODY)
             was = container.attrs["State"]
             container.stop(timeout=max(int(grace), 1))
             container.reload()
@@ -258,55 +301,76 @@ def clean_up(run: Run) -> None:
     """Keep its log in the run's directory, and remove the container. The cache volume stays.
 
     Raises:
-        StartFailed: no engine answers, or it can't remove it.
+        StartFailed: no engine answers, it can't read the log (then the container stays), or can't remove it.
     """
-    sync_log(run)
-    with _engine(SLOW_S) as client:
-        try:
-            client.api.remove_container(run.container or "", v=True, force=True)
-        except docker.errors.NotFound:
-            return
-        except docker.errors.APIError as exc:
-            raise StartFailed("Docker cannot remove the container", where=str(exc.explanation or exc)[:200]) from None
+    text = _printed(run)
+    if text is None:
+        return
+    # Where the disk is full the log can't be kept, and a container that stays would not make room.
+    with suppress(OSError):
+        atomic_write(run.log_file, text, mode=0o600)
+    with engine(SLOW_S) as client, suppress(docker.errors.NotFound):
+        client.api.remove_container(run.container, v=True, force=True)
 
 
-def _state(run: Run) -> dict[str, Any] | None:
-    """Docker's record of the container's state; None when there is no such container."""
-    with _engine() as client:
+# No container can have this name.
+_NOBODY = "-"
+
+
+def _printed(run: Run, lines: int | None = None) -> bytes | None:
+    """What the container printed; None when it is gone.
+
+    Raises:
+        StartFailed: no engine answers, or it can't read the log.
+    """
+    name = run.container or _NOBODY
+    with engine() as client:
         try:
-            state: dict[str, Any] = client.api.inspect_container(run.container or "gone")["State"]
+            text: bytes = client.containers.get(name).logs(tail="all" if lines is None else lines)
         except docker.errors.NotFound:
             return None
-    return state
+        except docker.errors.APIError as exc:
+            fix = f"read it while it is there: docker logs {name[:12]}; then docker rm -f {name[:12]}"
+            raise StartFailed("Docker cannot read the server's log", where=explanation(exc), fix=fix) from None
+    return text
 
 
-@contextmanager
-def _engine(timeout: int = QUICK_S) -> Iterator[Any]:
-    try:
-        client = docker.from_env(timeout=timeout)
-    except docker.errors.DockerException as exc:
-        raise _no_engine(exc) from None
-    try:
-        yield client
-    except docker.errors.APIError:
-        raise  # it answered
-    except requests.RequestException as exc:
-        raise _no_engine(exc) from None
-    finally:
-        client.close()
+def _lives(seen: dict[str, Any]) -> bool:
+    return bool(seen["Running"] or seen.get("Restarting"))
 
 
-def _no_engine(exc: Exception) -> StartFailed:
-    detail = re.sub(r"\s+", " ", str(exc))[:200]
-    return StartFailed("no Docker engine answers", where=detail, fix="start Docker, or set DOCKER_HOST")
+def _seconds(stamp: str) -> float:
+    """Seconds since the epoch of the engine's `2026-01-02T03:04:05.678901234Z`; its nanoseconds are cut."""
+    whole, _, fraction = stamp.rstrip("Z").partition(".")
+    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction[:6] or 0}")
 
 
 def _remove_leftover(client: Any, name: str) -> None:
-    """Drop what an earlier start left under that name; a running one is not ours to end."""
+    """Drop what an earlier start left under that name; a running one, or somebody else's, is not ours to end.
+
+    Raises:
+        StartFailed: it is one of these.
+    """
     try:
         container = client.containers.get(name)
     except docker.errors.NotFound:
         return
-    if container.status == "running":
-        raise StartFailed(f"{name} is running already", fix=f"docker stop {name}")
-    container.remove(v=True, force=True)
+    if container.status not in {"created", "exited", "dead"}:
+        raise StartFailed(f"the container {name} is {container.status} already", fix=f"docker stop {name}")
+    if LABEL not in (container.labels or {}):
+        raise StartFailed(f"there is a container named {name} that is not ours", fix=f"docker rename {name} NAME")
+    with suppress(docker.errors.NotFound):
+        container.remove(v=True, force=True)
+
+
+def _discard(client: Any, token: str, *, looks: int = 1) -> None:
+    """Remove what this start made. What went wrong before is what gets told, so nothing is raised from here."""
+    with suppress(docker.errors.DockerException, requests.RequestException):
+        for look in range(looks):
+            if look:
+                time.sleep(0.5)
+            made = client.api.containers(all=True, quiet=True, filters={"label": f"{START}={token}"})
+            for one in made:
+                client.api.remove_container(one["Id"], v=True, force=True)
+            if made:
+                return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,21 @@ class LogTail:
             data, self._lines = b"".join(data.splitlines(keepends=True)[-self._lines :]), None
         return data.decode("utf-8", errors="replace")
 
+    def rest(self) -> str:
+        """What is left of it."""
+        return self.read()
+
+
+def last_lines(path: Path, lines: int, *, most: int = 2**20) -> str:
+    """The last lines of a file, of its last `most` bytes; empty when it can't be read."""
+    try:
+        with path.open("rb") as handle:
+            handle.seek(max(handle.seek(0, os.SEEK_END) - most, 0))
+            data = handle.read(most)
+    except OSError:
+        return ""
+    return b"".join(data.splitlines(keepends=True)[-lines:]).decode("utf-8", errors="replace")
+
 
 class StreamTail:
     """New text of a stream that blocks: a thread reads it until it ends."""
@@ -50,6 +66,11 @@ class StreamTail:
                 parts.append(self._seen.get_nowait())
             except queue.Empty:
                 return b"".join(parts).decode("utf-8", errors="replace")
+
+    def rest(self) -> str:
+        """What is left of a stream whose source has ended: its last words may still be on the way."""
+        self._thread.join(timeout=5)
+        return self.read()
 
     def _pump(self, chunks: Iterator[bytes]) -> None:
         try:

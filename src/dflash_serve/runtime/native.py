@@ -9,17 +9,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from dflash_serve import paths
 from dflash_serve.errors import StartFailed
 from dflash_serve.plan.model import Plan
+from dflash_serve.runtime import state
 from dflash_serve.runtime.backend import Ending, Tail
-from dflash_serve.runtime.log import LogTail
-from dflash_serve.runtime.state import Run, RunState, ensure_key, now
+from dflash_serve.runtime.log import LogTail, last_lines
+from dflash_serve.runtime.state import Run, ensure_key
 
 # The rest of the user's environment stays out, so that a stray VLLM_* or PYTHONPATH can't change the plan.
 PASSED_THROUGH = (
@@ -51,51 +51,42 @@ def start(plan: Plan, python: Path, *, pass_fds: Sequence[int] = ()) -> Run:
         pass_fds: locks that the server must hold for as long as it lives.
 
     Raises:
-        StartFailed: the interpreter can't be executed.
+        StartFailed: the interpreter can't be executed, or the run's files can't be written.
     """
-    directory = paths.run_dir(plan.recipe)
-    directory.mkdir(parents=True, exist_ok=True)
-    key_file = Path(plan.server.key_file)
-    key = ensure_key(key_file)
-    plan.save(directory / "plan.json")
+    directory = state.begin(plan)
     log = directory / "server.log"
-    if log.exists():
-        os.replace(log, directory / "server.previous.log")
-    # A short path: the engine puts Unix sockets there, whose names are limited to 107 bytes.
-    temp_dir = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
+    process, temp_dir = None, None
     try:
+        # A short path: the engine puts Unix sockets there, whose names are limited to 107 bytes.
+        temp_dir = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as sink:
             process = subprocess.Popen(
                 command(plan, python),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env=environment(plan, key, temp_dir),
+                env=environment(plan, ensure_key(Path(plan.server.key_file)), temp_dir),
                 cwd=directory,
                 start_new_session=True,
                 pass_fds=tuple(pass_fds),
             )
-    except OSError as exc:
-        shutil.rmtree(temp_dir, ignore_errors=True)
-        raise StartFailed(
-            f"cannot start the engine: {exc.strerror}",
-            where=str(python),
-            fix=f"rebuild its environment: dflash-serve environment install {plan.engine.variant}",
-        ) from None
-    return Run(
-        recipe=plan.recipe,
-        state=RunState.STARTING,
-        runtime="native",
-        plan_digest=plan.digest,
-        url=plan.server.url,
-        metrics_url=plan.server.url + "/metrics",
-        key_file=str(key_file),
-        served_model_name=plan.server.served_model_name,
-        started_at=now(),
-        pid=process.pid,
-        process_started=_create_time(process.pid),
-        temp_dir=str(temp_dir),
-    ).save()
+        known = {"pid": process.pid, "process_started": _create_time(process.pid), "temp_dir": str(temp_dir)}
+        return state.started(plan, "native", **known)
+    except BaseException as exc:
+        # A server that no state file knows would run on for ever.
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if temp_dir is not None:
+            shutil.rmtree(temp_dir, ignore_errors=True)
+        if isinstance(exc, OSError):
+            raise StartFailed(
+                f"cannot start the engine: {exc.strerror}",
+                where=str(exc.filename or python),
+                fix=f"rebuild its environment: dflash-serve environment install {plan.engine.variant}",
+            ) from None
+        raise
 
 
 def alive(run: Run) -> bool:
@@ -114,13 +105,18 @@ def ending(run: Run) -> Ending:
     if pid == 0:
         return Ending()
     code = os.waitstatus_to_exitcode(status)
-    return Ending(f" (signal {-code})" if code < 0 else f" (exit {code})")
+    return Ending(f" (signal {-code})" if code < 0 else f" (exit {code})", code=code)
 
 
 @contextmanager
 def tail(run: Run, *, lines: int | None = None) -> Iterator[Tail]:
     """The log's file, as it grows."""
     yield LogTail(run.log_file, lines=lines)
+
+
+def recent(run: Run, *, lines: int) -> str:
+    """The last lines of the log."""
+    return last_lines(run.log_file, lines)
 
 
 def sync_log(run: Run) -> None:

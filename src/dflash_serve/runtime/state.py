@@ -13,7 +13,9 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash_serve import paths
+from dflash_serve.errors import StartFailed
 from dflash_serve.fsio import atomic_write
+from dflash_serve.plan.model import Plan
 
 
 class RunState(StrEnum):
@@ -66,8 +68,16 @@ class Run(BaseModel):
         return self.directory / "plan.json"
 
     def save(self) -> Run:
-        """Write the state file; returns itself."""
-        atomic_write(self.directory / "state.json", self.model_dump_json(indent=2) + "\n", mode=0o600)
+        """Write the state file; returns itself.
+
+        Raises:
+            StartFailed: it can't be written.
+        """
+        file = self.directory / "state.json"
+        try:
+            atomic_write(file, self.model_dump_json(indent=2) + "\n", mode=0o600)
+        except OSError as exc:
+            raise cannot_write(file, exc) from None
         return self
 
     def having(self, **changes: Any) -> Run:
@@ -86,6 +96,51 @@ class Run(BaseModel):
             return None if process.status() == psutil.STATUS_ZOMBIE else process
         except psutil.Error:
             return None
+
+
+def begin(plan: Plan) -> Path:
+    """Make the directory of a new run: its plan, its key; the log of the start before moves aside.
+
+    Raises:
+        StartFailed: it can't be written.
+    """
+    directory = paths.run_dir(plan.recipe)
+    log = directory / "server.log"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        ensure_key(Path(plan.server.key_file))
+        plan.save(directory / "plan.json")
+        if log.exists():
+            os.replace(log, directory / "server.previous.log")
+    except OSError as exc:
+        raise cannot_write(directory, exc) from None
+    return directory
+
+
+def started(plan: Plan, runtime: str, **made: Any) -> Run:
+    """The run of a server that was just started, saved; `made` is what its back end knows it by.
+
+    Raises:
+        StartFailed: its state can't be written.
+    """
+    return Run(
+        recipe=plan.recipe,
+        state=RunState.STARTING,
+        runtime=runtime,
+        plan_digest=plan.digest,
+        url=plan.server.url,
+        metrics_url=plan.server.url + "/metrics",
+        key_file=plan.server.key_file,
+        served_model_name=plan.server.served_model_name,
+        started_at=now(),
+        **made,
+    ).save()
+
+
+def cannot_write(place: Path, exc: OSError) -> StartFailed:
+    """The error for what a run writes."""
+    fix = "free space on its disk, or make it writable for this user"
+    return StartFailed(f"cannot write the run's files: {exc.strerror}", where=str(exc.filename or place), fix=fix)
 
 
 def load(name: str) -> Run | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import requests
 
@@ -36,7 +37,7 @@ def until_ready(run: Run, step: Step, *, limit: float) -> float:
             tracker.feed(tail.read())
             step.update(tracker.current.title, tracker.fraction)
             if not backend.alive(run):
-                tracker.feed(tail.read())
+                tracker.feed(tail.rest())
                 raise died(run, f"while {tracker.current.title}")
             if healthy(run.url):
                 return time.monotonic() - started
@@ -65,8 +66,9 @@ def died(run: Run, when: str, *, known: str = "") -> StartFailed:
     """
     backend = of(run)
     ending = Ending() if known else backend.ending(run)
-    backend.sync_log(run)
-    cause = cause_of(run.log_file)
+    with suppress(StartFailed):
+        backend.sync_log(run)
+    cause = cause_of(run.log_file, ending.code)
     return StartFailed(
         f"the server died {when}{ending.status}: {known or ending.cause or cause.text}",
         where=f"{run.log_file}:{cause.line}" if cause.line else str(run.log_file),

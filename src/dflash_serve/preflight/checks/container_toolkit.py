@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from dflash_serve.dockerd import gives_gpus
 from dflash_serve.findings import Finding, refuse
 from dflash_serve.preflight.context import Context
 
@@ -25,11 +23,3 @@ def check(context: Context) -> list[Finding]:
             fix="install nvidia-container-toolkit, sudo nvidia-ctk runtime configure --runtime=docker, restart Docker",
         )
     ]
-
-
-def gives_gpus(info: Mapping[str, Any]) -> bool:
-    """Whether `docker info` names the nvidia runtime, or discovered NVIDIA devices."""
-    runtimes, devices = info.get("Runtimes"), info.get("DiscoveredDevices")
-    if isinstance(runtimes, Mapping) and any("nvidia" in str(name) for name in runtimes):
-        return True
-    return isinstance(devices, list) and any("nvidia.com/gpu" in str(device) for device in devices)
