@@ -51,6 +51,13 @@ UPSTREAM_FIXES = {
             "    try:\n        from flashinfer import top_k\n    except ImportError:\n        return None\n",
         )
     ],
+    "fp8-draft-head": [
+        (
+            "utils:load_dflash_model",
+            r"dflash_model\.lm_head = target_lm_head",
+            "dflash_model.lm_head = quantized_lm_head_copy(target_lm_head, 'fp8')",
+        )
+    ],
     "draft-watch": [
         ("speculator:DFlash2Speculator", r"return torch.float32", "x.isnan()\n        return torch.float32")
     ],
@@ -219,7 +226,8 @@ def test_a_vllm_without_a_proven_fix_is_refused(patch, pinned, monkeypatch):
 
 
 def test_every_record_is_tried_both_ways():
-    assert set(UPSTREAM_FIXES) | {"kv-grouping"} == {i for i, r in RECORDS.items() if r.kind != "probe"}
+    optional = {"kv-grouping", "fp8-draft-body"}
+    assert set(UPSTREAM_FIXES) | optional == {i for i, r in RECORDS.items() if r.kind != "probe"}
     assert set(REGRESSIONS) == {i for i, r in RECORDS.items() if r.kind == "probe"}
 
 

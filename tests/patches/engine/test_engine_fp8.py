@@ -1,0 +1,379 @@
+"""Draft-only fp8 weights: rows, products, candidates, and a converted drafter, against plain PyTorch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+
+def relative(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.fixture
+def matrix():
+    """`matrix(rows, columns, dtype)`: normally distributed, with rows of different size."""
+    import torch
+
+    torch.manual_seed(0)
+
+    def make(rows, columns, dtype=torch.bfloat16):
+        size = torch.logspace(-2, 2, rows)[:, None]
+        return (torch.randn(rows, columns) * size * columns**-0.5).to(dtype)
+
+    return make
+
+
+def test_rows_keep_their_values_within_the_format(matrix):
+    import torch
+    from dflash2_patches.fp8 import rows
+
+    weight = matrix(96, 200)
+    weight[5] = 0
+    values, scales = rows.quantize_rows(weight)
+    assert values.dtype == torch.float8_e4m3fn
+    again = rows.dequantize_rows(values, scales, torch.float32)
+    allowed = torch.maximum(weight.float().abs() / 16, weight.float().abs().amax(1, keepdim=True) / 229376)
+    assert ((again - weight.float()).abs() <= allowed * 1.001 + 1e-12).all()
+    assert (again[5] == 0).all()
+
+
+def test_quantizing_in_chunks_changes_nothing(matrix, monkeypatch):
+    import torch
+    from dflash2_patches.fp8 import rows
+
+    weight = matrix(50, 64)
+    whole = rows.quantize_rows(weight)
+    monkeypatch.setattr(rows, "_CHUNK", 64 * 7)
+    for a, b in zip(whole, rows.quantize_rows(weight), strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+@pytest.mark.parametrize("shape", [(7, 128, 256, 1), (33, 192, 512, 2), (16, 64, 1280, 4), (5, 96, 200, 3)])
+@pytest.mark.parametrize("a16", [True, False])
+def test_the_kernel_multiplies_as_the_reference(matrix, shape, a16):
+    # float16, because the interpreter widens e4m3 to bfloat16 wrongly; with a16=False it also rounds to e4m3 towards
+    # zero, so twice a GPU's error is allowed.
+    import torch
+    from dflash2_patches.fp8 import gemm, rows
+
+    tokens, num_rows, columns, split = shape
+    values, scales = rows.quantize_rows(matrix(num_rows, columns, torch.float16))
+    x = torch.randn(tokens, columns).to(torch.float16)
+    expected = x.double() @ rows.dequantize_rows(values, scales, torch.float64).t()
+    launch = gemm.Tile(16, 64, 128, split, 4, 2)
+    found = [gemm.rows_product(x, values, scales, a16, launch) for _ in range(2)]
+    assert relative(found[0], expected) < (1e-3 if a16 else 0.08)
+    assert torch.equal(found[0], found[1])  # the second launch finds its counters at zero
+    assert not gemm.arrivals(x.device).any()
+
+
+def test_nan_stays_visible(matrix):
+    import torch
+    from dflash2_patches.fp8 import gemm, rows
+
+    values, scales = rows.quantize_rows(matrix(64, 128, torch.float16))
+    x = torch.randn(4, 128).to(torch.float16)
+    x[2, 3] = float("nan")
+    out = gemm.rows_product(x, values, scales, True, gemm.Tile(16, 64, 128, 1, 4, 2))
+    assert out[2].isnan().all()
+    assert not out[[0, 1, 3]].isnan().any()
+
+
+def test_the_operator_is_opaque_and_has_a_shape(matrix):
+    import torch
+    from dflash2_patches.fp8 import gemm
+
+    packed = gemm.pack(matrix(128, 256, torch.float16), "triton")
+    x = torch.randn(3, 2, 256).to(torch.float16)
+    out = gemm.multiply(packed, x, torch.ones(128, dtype=torch.float16))
+    assert out.shape == (3, 2, 128)
+    assert relative(out - 1, gemm.rows.product(x.view(6, 256), packed.weight, packed.scale).view(3, 2, 128)) < 2e-3
+    fake = torch.ops.vllm.dflash2_fp8_rows(
+        x.view(6, 256).to("meta"), packed.weight.to("meta"), packed.scale.to("meta"), True
+    )
+    assert fake.shape == (6, 128)
+    assert fake.dtype == torch.float16
+
+
+@pytest.mark.parametrize("columns", [512, 300])
+def test_the_short_list_is_scored_as_the_head_scores(matrix, columns):
+    import torch
+    from dflash2_patches.fp8 import head
+    from dflash2_patches.fp8.kernels import shortlist_kernel
+
+    weight, x = matrix(500, columns), torch.randn(5, columns).to(torch.bfloat16)
+    listed = torch.stack([torch.randperm(500)[:32] for _ in range(5)]).int()
+    weight[listed[1, 4]] = weight[listed[1, 9]]  # equal scores keep the list's order
+    expected_ids, expected = head.exact_reference(x, weight, listed, 16, 1000)
+    ids, values = torch.empty(5, 16, dtype=torch.int64), torch.empty(5, 16)
+    shortlist_kernel[(5,)](x, weight, listed, ids, values, x.stride(0), 1000, K=columns, LISTED=32, TOP=16, BK=256)
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(values, expected)
+
+
+@pytest.fixture
+def drafter(matrix, monkeypatch):
+    """The parts of a drafter that compute candidates: vLLM's own code, a head of 320 rows, 4 of them padding."""
+    import torch
+    from dflash2_patches.fp8 import gemm
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
+
+    class Plain(UnquantizedEmbeddingMethod):
+        def apply(self, layer, x, bias=None):
+            return torch.nn.functional.linear(x, layer.weight, bias)
+
+    Plain.__name__ = "UnquantizedEmbeddingMethod"
+    monkeypatch.setenv(gemm.FORM, "plain")
+
+    def make(scale=1.0, soft_cap=None):
+        head = torch.nn.Module()
+        head.weight = torch.nn.Parameter(matrix(320, 64).roll(17, 0), requires_grad=False)
+        head.quant_method, head.tp_size = Plain(), 1
+        head.shard_indices = SimpleNamespace(num_org_vocab_padding=4, org_vocab_start_index=0)
+        processor = LogitsProcessor.__new__(LogitsProcessor)
+        torch.nn.Module.__init__(processor)
+        processor.scale, processor.soft_cap, processor.head_dtype = scale, soft_cap, None
+        model = DFlash2Qwen3ForCausalLM.__new__(DFlash2Qwen3ForCausalLM)
+        torch.nn.Module.__init__(model)
+        model.lm_head, model.candidate_logits_processor = head, processor
+        model.model = SimpleNamespace(candidate_selector=SimpleNamespace(top_k=16))
+        return model
+
+    return make
+
+
+@pytest.fixture
+def in_force():
+    """The hooks of both patches on this process's vLLM: they are off in it, as by default."""
+    from dflash2_patches.patches import fp8_draft_body, fp8_draft_head
+    from vllm.model_executor.models import qwen3_dflash, qwen3_dflash2
+
+    originals = qwen3_dflash2.DFlash2Qwen3ForCausalLM.compute_candidates, qwen3_dflash.DFlashQwen3Model
+    projects = originals[1]._project_context_kv
+    fp8_draft_head._candidates(qwen3_dflash2)
+    fp8_draft_body._context(qwen3_dflash)
+    yield SimpleNamespace(candidates=originals[0], project=projects)
+    qwen3_dflash2.DFlash2Qwen3ForCausalLM.compute_candidates = originals[0]
+    qwen3_dflash.DFlashQwen3Model._project_context_kv = projects
+
+
+@pytest.mark.parametrize(("scale", "soft_cap"), [(1.0, None), (0.5, 30.0)])
+def test_candidates_with_a_short_list_are_stocks(drafter, in_force, scale, soft_cap):
+    import torch
+    from dflash2_patches.patches import fp8_draft_head
+
+    model, hidden = drafter(scale, soft_cap), torch.randn(21, 64).to(torch.bfloat16)
+    expected_ids, expected = in_force.candidates(model, hidden)
+    said = fp8_draft_head.attach(model)
+    assert "fp8 copy of the LM head (plain, " in said
+    assert "the best 32 scored exactly" in said
+    calls = []
+    model.lm_head.quant_method.apply = lambda *args, **kwargs: calls.append(1)
+    ids, values = model.compute_candidates(hidden)
+    assert calls == []  # the shared head's product no longer runs
+    assert ids.dtype == torch.int64
+    assert values.dtype == torch.float32
+    assert torch.equal(values, expected)
+    # Among equal scores at the list's end, which candidates stay is open in stock too.
+    for row in range(21):
+        certain = expected[row] > expected[row, -1]
+        assert set(ids[row, certain].tolist()) == set(expected_ids[row, certain].tolist())
+    assert (ids < 316).all()
+
+
+def test_candidates_without_a_short_list_are_the_copys(drafter, in_force, monkeypatch):
+    import torch
+    from dflash2_patches.fp8 import rows
+    from dflash2_patches.patches import fp8_draft_head
+
+    monkeypatch.setenv(fp8_draft_head.SHORTLIST, "0")
+    model, hidden = drafter(), torch.randn(21, 64).to(torch.bfloat16)
+    assert "scores of the copy" in fp8_draft_head.attach(model)
+    ids, values = model.compute_candidates(hidden)
+    logits = rows.product(hidden, *rows.quantize_rows(model.lm_head.weight.data))
+    assert torch.equal(values, logits[:, :316].float().topk(16)[0])
+    assert (ids < 316).all()
+    stock, _ = in_force.candidates(model, hidden)
+    shared = sum(len(set(a) & set(b)) for a, b in zip(ids.tolist(), stock.tolist(), strict=True))
+    assert 0.9 * ids.numel() < shared
+
+
+def test_a_head_that_cannot_have_a_copy_is_left_alone(drafter, in_force, monkeypatch):
+    import torch
+    from dflash2_patches.patches import fp8_draft_head
+
+    def said(change):
+        model = drafter()
+        change(model)
+        text = fp8_draft_head.attach(model)
+        assert "_dflash2_head" not in model.__dict__
+        assert text.startswith("candidates come from the shared LM head: ")
+        return text
+
+    def quantized(model):
+        model.lm_head.quant_method = SimpleNamespace(apply=None)
+
+    assert "quantized already" in said(quantized)
+    assert "float32, not bfloat16" in said(lambda m: m.lm_head.float())
+    assert "evaluated in float32" in said(lambda m: setattr(m.candidate_logits_processor, "head_dtype", torch.float32))
+    assert "bias" in said(lambda m: setattr(m.lm_head, "bias", torch.zeros(1)))
+    monkeypatch.setenv("DFLASH2_FP8_DRAFT_HEAD_SHORTLIST", "24")
+    assert "power of two" in said(lambda m: None)
+    monkeypatch.setenv("DFLASH2_FP8_DRAFT_HEAD_SHORTLIST", "32")
+    monkeypatch.delenv("DFLASH2_FP8_GEMM")
+    assert "no fp8 product for (320, 64) on this device" in said(lambda m: None)
+    model, hidden = drafter(), torch.randn(3, 64).to(torch.bfloat16)
+    for ours, stock in zip(model.compute_candidates(hidden), in_force.candidates(model, hidden), strict=True):
+        assert torch.equal(ours, stock)
+
+
+@pytest.fixture
+def body(matrix, monkeypatch):
+    """A drafter model of vLLM's class with two layers, and its context states."""
+    import torch
+    from dflash2_patches.fp8 import gemm
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.models import qwen3_dflash
+
+    def rms_norm(out, x, weight, eps):
+        out.copy_(torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps))
+
+    monkeypatch.setattr(qwen3_dflash, "ops", SimpleNamespace(rms_norm=rms_norm))
+    monkeypatch.setattr(
+        UnquantizedLinearMethod,
+        "apply",
+        lambda self, layer, x, bias=None: torch.nn.functional.linear(x, layer.weight, bias),
+    )
+    monkeypatch.setenv(gemm.FORM, "plain")
+    hidden, heads, kv_heads, size, layers = 64, 4, 2, 16, 2
+
+    class Linear(LinearBase):
+        def __init__(self, rows, columns):
+            torch.nn.Module.__init__(self)
+            self.weight = torch.nn.Parameter(matrix(rows, columns), requires_grad=False)
+            self.quant_method = UnquantizedLinearMethod.__new__(UnquantizedLinearMethod)
+            self.bias = None
+
+        def forward(self, x):
+            return self.quant_method.apply(self, x, self.bias), None
+
+    def make():
+        model = qwen3_dflash.DFlashQwen3Model.__new__(qwen3_dflash.DFlashQwen3Model)
+        torch.nn.Module.__init__(model)
+        model.layers = torch.nn.ModuleList()
+        for _ in range(layers):
+            layer, attention = torch.nn.Module(), torch.nn.Module()
+            attention.qkv_proj, attention.q_size = Linear((heads + 2 * kv_heads) * size, hidden), heads * size
+            attention.k_norm = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(size)))
+            layer.self_attn, layer.down_proj = attention, Linear(hidden, 128)
+            model.layers.append(layer)
+        model.fc, model.candidate_selector = Linear(hidden, 5 * hidden), torch.nn.Module()
+        model.candidate_selector.hidden_projection = Linear(8, hidden)
+        model.hidden_norm = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16)))
+        model._rms_norm_eps = 1e-6
+
+        def build():
+            model._build_context_kv_buffers([layer.self_attn for layer in model.layers], False)
+            model._num_attn_layers = layers
+
+        model._build_fused_kv_buffers = build
+        return model
+
+    states = torch.randn(11, hidden).to(torch.bfloat16)
+    return make, lambda project, model: project(model, states, 11, layers, kv_heads, size)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_drafter_is_converted_and_computes_nearly_the_same(body, in_force, loaded):
+    import torch
+    from dflash2_patches.patches import fp8_draft_body
+
+    make, run = body
+    model = make()
+    model._build_fused_kv_buffers()
+    expected = run(in_force.project, model)
+    x = torch.randn(3, 64).to(torch.bfloat16)
+    stock = model.layers[0].self_attn.qkv_proj(x)[0]
+    kept = model.candidate_selector.hidden_projection.weight
+    if not loaded:  # dummy weights: no loader has built the context's buffers
+        del model._num_attn_layers, model._fused_kv_weight
+    said = fp8_draft_body.convert(SimpleNamespace(model=model))
+    assert said.startswith("6 matrices in fp8 (6 by plain)")
+    assert "stay as they are" not in said
+    assert model.fc.weight.dtype == model._fused_kv_weight.dtype == torch.float8_e4m3fn
+    assert model.candidate_selector.hidden_projection.weight is kept
+    assert 0 < relative(model.layers[0].self_attn.qkv_proj(x)[0], stock) < 0.05
+    found = run(type(model)._project_context_kv, model)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.is_contiguous()
+        assert 0 < relative(ours, theirs) < 0.05
+
+
+def test_a_quantized_drafter_keeps_its_own_weights(body):
+    import torch
+    from dflash2_patches.patches import fp8_draft_body
+
+    make, _ = body
+    model = make()
+    model._build_fused_kv_buffers()
+    del model.fc
+    for layer in model.layers:
+        layer.self_attn.qkv_proj.quant_method = SimpleNamespace(apply=torch.nn.functional.linear)
+        layer.down_proj.float()
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    model._fused_kv_weight = model._fused_kv_weight.float()
+    said = fp8_draft_body.convert(SimpleNamespace(model=model))
+    assert said.startswith("0 matrices in fp8 (none)")
+    assert "5 stay as they are (layers.0.self_attn.qkv_proj: quantized already (SimpleNamespace))" in said
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    assert not hasattr(model, "_dflash2_context")
+
+
+def test_another_kind_of_drafter_is_left_alone():
+    from dflash2_patches.patches import fp8_draft_body, fp8_draft_head
+
+    other = SimpleNamespace(model=SimpleNamespace())
+    assert "built in another way" in fp8_draft_body.convert(other)
+    assert "has its own way" in fp8_draft_head.attach(other)
+
+
+def test_compiled_graphs_have_a_key_of_their_own(configure, monkeypatch):
+    from dflash2_patches.fp8 import gemm
+    from dflash2_patches.patches import fp8_draft_body
+    from vllm.config import vllm as module
+
+    config = configure(k=7)
+    original = module.VllmConfig.compute_hash
+    stock = config.compute_hash()
+    try:
+        fp8_draft_body._compile_key(module)
+        monkeypatch.delenv(gemm.FORM, raising=False)
+        ours = config.compute_hash()
+        assert ours == config.compute_hash()
+        monkeypatch.setenv(gemm.FORM, "triton")
+        assert len({stock, ours, config.compute_hash()}) == 3
+    finally:
+        module.VllmConfig.compute_hash = original
+
+
+@pytest.mark.parametrize("patch", ["fp8_draft_head", "fp8_draft_body"])
+def test_the_conversion_comes_with_the_drafter(patch, monkeypatch):
+    import importlib
+
+    from vllm.v1.worker.gpu.spec_decode.dflash2 import speculator
+
+    module = importlib.import_module(f"dflash2_patches.patches.{patch}")
+    made, done = SimpleNamespace(), []
+    monkeypatch.setattr(
+        module, "attach" if patch == "fp8_draft_head" else "convert", lambda m: done.append(m) or "done"
+    )
+    fake = SimpleNamespace(DFlash2Speculator=type("Speculator", (), {"load_draft_model": lambda self, *a: made}))
+    module._load(fake)
+    assert fake.DFlash2Speculator().load_draft_model("target", set()) is made
+    assert done == [made]
+    assert hasattr(speculator.DFlash2Speculator, "load_draft_model")
