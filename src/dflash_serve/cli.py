@@ -357,7 +357,8 @@ def status(name: str | None, as_json: bool) -> None:
         extra = f"  acceptance {length:.2f}" if length is not None else ""
         cause = f"  ({one['cause']})" if one["cause"] and one["state"] in {"failed", "unknown"} else ""
         phase = f"  {one['phase']}" if "phase" in one else ""
-        click.echo(f"{one['recipe']:<32} {one['state']:<11} {one['url']}{phase}{extra}{cause}")
+        silent = "  does not answer" if one["state"] in {"serving", "unverified"} and not one["healthy"] else ""
+        click.echo(f"{one['recipe']:<32} {one['state']:<11} {one['url']}{phase}{silent}{extra}{cause}")
 
 
 @cli.command()

@@ -79,7 +79,11 @@ def up(
                 report = verify(run, plan, step)
         except BaseException as exc:
             cause = exc.what if isinstance(exc, DFlashError) else "interrupted"
-            backend.stop(run, grace=2.0)
+            try:
+                backend.stop(run, grace=2.0)
+            except StartFailed as trouble:
+                # Nobody knows whether it runs: it stays a run that `status` asks about and `down` ends.
+                raise with_a_way_out(run, trouble) from None
             run.having(state=RunState.FAILED if isinstance(exc, DFlashError) else RunState.STOPPED, cause=cause)
             raise
         failure = report.failure()

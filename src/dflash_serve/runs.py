@@ -54,7 +54,8 @@ def attach(run: Run) -> None:
             seen = observe(run)
             if seen["state"] == RunState.FAILED:
                 error = died(run, "while serving", known=str(seen["cause"]))
-                of(run).stop(run, grace=2.0)
+                with suppress(StartFailed):  # why it died is worth more
+                    of(run).stop(run, grace=2.0)
                 raise error
             if seen["state"] == RunState.STOPPED:
                 return
@@ -129,7 +130,8 @@ def _noticed(run: Run) -> Run:
     cause = ending.cause or cause_of(run.log_file, ending.code).text
     run = run.having(state=RunState.FAILED, cause=f"{cause}{ending.status}")
     if gone:
-        backend.clean_up(run)
+        with suppress(StartFailed):  # what stays of it is removed by `down`, or by the next start
+            backend.clean_up(run)
     return run
 
 

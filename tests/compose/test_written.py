@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_serve import stack
+from dflash_serve.cli import cli
 from dflash_serve.errors import UsageError
 from dflash_serve.plan.model import Plan
 from dflash_serve.plan.planner import Request, make_plan
@@ -214,6 +216,13 @@ def test_a_native_or_hypothetical_plan_is_refused(home: Path):
     named = make_plan(Request(name="qwen3.8-27b-fp8", gpu="1xh100", runtime="docker"))
     with pytest.raises(UsageError, match="only named"):
         stack.write(named, tiny(), home / "checkout")
+
+
+@pytest.mark.parametrize("options", [["--json"], ["--runtime", "native"], ["--diff", "tiny"]])
+def test_what_writing_cannot_do_is_refused(options: list[str]):
+    done = CliRunner().invoke(cli, ["plan", "tiny", "--write", *options])
+    assert isinstance(done.exception, UsageError)
+    assert options[0] in str(done.exception)
 
 
 def test_docker_and_compose_of_this_machine_are_looked_at(home: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,11 @@ from urllib.parse import parse_qs, urlsplit
 Answer = tuple[int, Any]
 
 
+def framed(text: bytes) -> bytes:
+    """Standard output as the engine sends it."""
+    return b"\1\0\0\0" + len(text).to_bytes(4, "big") + text if text else b""
+
+
 class FakeDocker:
     """One engine; `with` starts and ends it.
 
@@ -90,7 +95,7 @@ class FakeDocker:
         self.containers[container] = {
             "Id": container,
             "Name": f"/{name}",
-            "Config": {"Tty": True, "Labels": {}},
+            "Config": {"Tty": False, "Labels": {}},
             "HostConfig": {"RestartPolicy": {"Name": "no"}},
             "Image": "sha256:0",
             "State": {
@@ -100,6 +105,7 @@ class FakeDocker:
                 "Pid": 1234 if running else 0,
                 "ExitCode": exit_code,
                 "StartedAt": "2026-01-02T03:04:05.678901234Z",
+                "FinishedAt": "0001-01-01T00:00:00Z",
                 **state,
             },
         }
@@ -147,7 +153,7 @@ class FakeDocker:
         if verb == "json":
             return 200, self.containers[key]
         if verb == "logs":
-            return 200, self.logs[key]
+            return 200, framed(self.logs[key])
         if verb == "start":
             state.update(Status="running", Running=True, Pid=1234)
             return 204, b""

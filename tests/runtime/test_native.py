@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from dflash_serve import runs
 from dflash_serve.errors import StartFailed
 from dflash_serve.plan.model import Plan
 from dflash_serve.runtime import native, state
+from dflash_serve.runtime.log import last_lines
 from dflash_serve.runtime.phases import PhaseTracker
 from dflash_serve.runtime.wait import until_ready
 
@@ -135,6 +137,34 @@ def test_a_missing_interpreter_is_an_error_with_a_fix(stub_plan: Callable[..., P
     with pytest.raises(StartFailed) as caught:
         native.start(stub_plan(), Path("/no/such/python"))
     assert "environment install" in caught.value.fix
+
+
+def test_a_start_whose_state_cannot_be_kept_leaves_no_process(
+    stub_plan: Callable[..., Plan], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    plan = stub_plan()
+    (home / "state/runs/stub/state.json/in-the-way").mkdir(parents=True)
+    with pytest.raises(StartFailed, match="cannot write the run's files"):
+        native.start(plan, PYTHON)
+    left = [child for child in psutil.Process().children() if str(plan.server.port) in child.cmdline()]
+    assert left == []
+    assert list(Path(tempfile.gettempdir()).glob("dflash-serve-*")) == []
+
+
+def test_a_log_that_cannot_be_opened_is_told(stub_plan: Callable[..., Plan], home: Path) -> None:
+    (home / "state/runs/stub/server.previous.log").mkdir(parents=True)
+    (home / "state/runs/stub/server.log").write_text("of the start before")
+    with pytest.raises(StartFailed, match="cannot write the run's files"):
+        native.start(stub_plan(), PYTHON)
+
+
+def test_the_end_of_a_log_is_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("".join(f"line {n}\n" for n in range(1000)))
+    assert last_lines(log, 2) == "line 998\nline 999\n"
+    assert last_lines(log, 5, most=12) == "98\nline 999\n"
+    assert last_lines(tmp_path / "none", 2) == ""
 
 
 def test_phases_come_in_order_and_carry_fractions() -> None:

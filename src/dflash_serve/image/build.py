@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,20 @@ def _command(image: Identity, options: BuildOptions) -> list[str]:
 
 
 def _run(command: list[str], dockerfile: str, log: Path, seen: Log, step: Any) -> int:
-    log.parent.mkdir(parents=True, exist_ok=True)
+    """Run the build; its exit code.
+
+    Raises:
+        BuildFailed: the log can't be written.
+    """
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return _logged(command, dockerfile, log, seen, step)
+    except OSError as exc:
+        what = f"cannot write the build's log: {exc.strerror}"
+        raise BuildFailed(what, where=str(log), fix="free space on its disk, or make it writable") from None
+
+
+def _logged(command: list[str], dockerfile: str, log: Path, seen: Log, step: Any) -> int:
     with log.open("w", encoding="utf-8") as sink:
         sink.write(f"$ {' '.join(command)}\n")
         process = subprocess.Popen(
@@ -191,8 +204,9 @@ def _run(command: list[str], dockerfile: str, log: Path, seen: Log, step: Any) -
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(dockerfile)
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it ended before it read it all, and says why
+                process.stdin.write(dockerfile)
+                process.stdin.close()
             for line in process.stdout:
                 for text in seen.feed(line):
                     sink.write(text + "\n")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from dflash_serve.runtime.container import (
     own_key,
 )
 from dflash_serve.runtime.docker_client import SLOW_S, START_S, engine, explanation, kept_open
+from dflash_serve.runtime.docker_output import NOBODY, Output, lives
 from dflash_serve.runtime.log import StreamTail
 from dflash_serve.runtime.state import Run
 
@@ -58,7 +57,10 @@ def start(plan: Plan) -> Run:
     with engine(START_S) as client:
         _remove_leftover(client, spec.name)
         state.begin(plan)
-        own_key(key_file, spec)
+        try:
+            own_key(key_file, spec)
+        except OSError as exc:
+            raise state.cannot_write(key_file, exc) from None
         try:
             made = create(client, spec)
             client.api.start(made)
@@ -150,7 +152,7 @@ def alive(run: Run) -> bool:
         StartFailed: no engine answers.
     """
     found = inspect(run.container)
-    return found is not None and _lives(found["State"])
+    return found is not None and lives(found["State"])
 
 
 def status(run: Run) -> str:
@@ -222,31 +224,12 @@ def tail(run: Run, *, lines: int | None = None) -> Iterator[Tail]:
     Raises:
         StartFailed: no engine answers.
     """
-    left = threading.Event()
     with kept_open(), engine(SLOW_S) as client:
+        output = Output(client, run.container or NOBODY, lines)
         try:
-            yield StreamTail(_output(client, run.container or "", lines, left))
+            yield StreamTail(output)
         finally:
-            left.set()
-
-
-def _output(client: Any, name: str, lines: int | None, left: threading.Event) -> Iterator[bytes]:
-    """What it prints, until it has ended for good or `left` is set. A stream ends with each of its restarts."""
-    container = client.containers.get(name)
-    seen = container.attrs["State"]
-    yield from container.logs(stream=True, follow=True, tail="all" if lines is None else lines)
-    before = seen["StartedAt"]
-    while not left.is_set():
-        container.reload()
-        seen = container.attrs["State"]
-        if not _lives(seen):
-            return
-        if seen["Running"] and not seen.get("Restarting") and seen["StartedAt"] != before:
-            before = seen["StartedAt"]
-            # Before it started it printed nothing for as long as the engine waits between two starts.
-            yield from container.logs(stream=True, follow=True, since=_seconds(before) - 0.05)
-            continue
-        time.sleep(0.25)
+            output.close()
 
 
 def recent(run: Run, *, lines: int) -> str:
@@ -285,7 +268,7 @@ def stop(run: Run, *, grace: float) -> list[int]:
     killed: list[int] = []
     with engine(SLOW_S) as client:
         try:
-            container = client.containers.get(run.container or _NOBODY)
+            container = client.containers.get(run.container or NOBODY)
             was = container.attrs["State"]
             container.stop(timeout=max(int(grace), 1))
             container.reload()
@@ -313,17 +296,13 @@ def clean_up(run: Run) -> None:
         client.api.remove_container(run.container, v=True, force=True)
 
 
-# No container can have this name.
-_NOBODY = "-"
-
-
 def _printed(run: Run, lines: int | None = None) -> bytes | None:
     """What the container printed; None when it is gone.
 
     Raises:
         StartFailed: no engine answers, or it can't read the log.
     """
-    name = run.container or _NOBODY
+    name = run.container or NOBODY
     with engine() as client:
         try:
             text: bytes = client.containers.get(name).logs(tail="all" if lines is None else lines)
@@ -333,16 +312,6 @@ def _printed(run: Run, lines: int | None = None) -> bytes | None:
             fix = f"read it while it is there: docker logs {name[:12]}; then docker rm -f {name[:12]}"
             raise StartFailed("Docker cannot read the server's log", where=explanation(exc), fix=fix) from None
     return text
-
-
-def _lives(seen: dict[str, Any]) -> bool:
-    return bool(seen["Running"] or seen.get("Restarting"))
-
-
-def _seconds(stamp: str) -> float:
-    """Seconds since the epoch of the engine's `2026-01-02T03:04:05.678901234Z`; its nanoseconds are cut."""
-    whole, _, fraction = stamp.rstrip("Z").partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction[:6] or 0}")
 
 
 def _remove_leftover(client: Any, name: str) -> None:

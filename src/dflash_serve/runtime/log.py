@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -53,7 +53,7 @@ def last_lines(path: Path, lines: int, *, most: int = 2**20) -> str:
 class StreamTail:
     """New text of a stream that blocks: a thread reads it until it ends."""
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
+    def __init__(self, chunks: Iterable[bytes]) -> None:
         self._seen: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._pump, args=(chunks,), daemon=True)
         self._thread.start()
@@ -72,7 +72,7 @@ class StreamTail:
         self._thread.join(timeout=5)
         return self.read()
 
-    def _pump(self, chunks: Iterator[bytes]) -> None:
+    def _pump(self, chunks: Iterable[bytes]) -> None:
         try:
             for chunk in chunks:
                 self._seen.put(chunk)
