@@ -5,11 +5,14 @@ Rooms take a `Progress`; they never print. Output goes to stderr, so that stdout
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO
+
+EVERY_SECONDS = 10.0
 
 
 class Step(Protocol):
@@ -33,16 +36,23 @@ class Progress(Protocol):
 
 
 class _PlainStep:
-    """Lines only: for logs, pipes and CI. Updates are printed when the text changes, not for every fraction."""
+    """Lines only: for logs, pipes and CI. Of running figures a line each `EVERY_SECONDS`, whatever changes meanwhile.
+
+    A text that begins otherwise, up to its first figure, is about another thing, and is printed when it comes.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._last = ""
+        self._last = "-"
+        self._next = 0.0
 
     def update(self, text: str, fraction: float | None = None) -> None:
-        if text != self._last:
-            self._last = text
-            print(f"    {text}", file=self._stream, flush=True)
+        now = time.monotonic()
+        running = fraction is not None and _before_figures(text) == _before_figures(self._last)
+        if text == self._last or (running and now < self._next):
+            return
+        self._last, self._next = text, now + EVERY_SECONDS
+        print(f"    {text}", file=self._stream, flush=True)
 
     def line(self, text: str) -> None:
         print(f"    {text}", file=self._stream, flush=True)
@@ -137,6 +147,10 @@ class SilentProgress:
 def for_terminal() -> Progress:
     """Rich on a terminal, lines elsewhere."""
     return RichProgress() if sys.stderr.isatty() else PlainProgress()
+
+
+def _before_figures(text: str) -> str:
+    return "".join(itertools.takewhile(lambda character: not character.isdigit(), text))
 
 
 def _seconds(started: float) -> str:
