@@ -102,35 +102,43 @@ def _entry(path: Path, used: dict[str, tuple[str, ...]]) -> OverlayEntry:
         record = record if isinstance(record, dict) else {}
     except (OSError, ValueError, RecursionError):
         record = {}
+    # Anyone may have written into the record: what is not of its type is left out, and `damage` says the rest.
+    changes, reasons = record.get("changes"), record.get("reasons")
     return OverlayEntry(
         name=path.name,
         path=path,
-        kind=str(record.get("kind", "unknown")),
-        repo=record.get("repo"),
-        revision=record.get("revision"),
-        changes=record.get("changes") or {},
-        reasons=tuple(record.get("reasons") or ()),
+        kind=_text(record.get("kind")) or "unknown",
+        repo=_text(record.get("repo")),
+        revision=_text(record.get("revision")),
+        changes={k: v for k, v in changes.items() if isinstance(v, dict)} if isinstance(changes, dict) else {},
+        reasons=tuple(text for text in reasons if isinstance(text, str)) if isinstance(reasons, list) else (),
         damage=damage_of(path),
         used_by=used.get(path.name, ()),
     )
 
 
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
 def _used_names() -> dict[str, tuple[str, ...]]:
-    """Overlay name -> runs whose saved plan or state mentions a path that ends in it."""
+    """Overlay name -> runs whose saved plan or state mentions a path that ends in it.
+
+    What `plan --write` wrote for compose counts as a run: nobody knows whether its stack is up.
+    """
     out: dict[str, tuple[str, ...]] = {}
-    runs = paths.state_home() / "runs"
-    if not runs.is_dir():
-        return out
-    for run in sorted(runs.iterdir()):
-        for file in ("plan.json", "state.json"):
-            try:
-                value = json.loads((run / file).read_bytes())
-            except (OSError, ValueError, RecursionError):
-                continue
-            for text in _strings(value):
-                for part in Path(text).parts if "/" in text and "\0" not in text else ():
-                    if run.name not in out.get(part, ()):
-                        out[part] = (*out.get(part, ()), run.name)
+    runs = sorted((paths.state_home() / "runs").glob("*/"))
+    plans = sorted((paths.project_root() / "build").glob("plan*.json"))
+    saved = [(run.name, run / file) for run in runs for file in ("plan.json", "state.json")]
+    for user, path in [*saved, *((f"compose ({plan.name})", plan) for plan in plans)]:
+        try:
+            value = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        for text in _strings(value):
+            for part in Path(text).parts if "/" in text and "\0" not in text else ():
+                if user not in out.get(part, ()):
+                    out[part] = (*out.get(part, ()), user)
     return out
 
 
@@ -156,4 +164,6 @@ def _remove(home: Path, path: Path) -> None:
     except TimeoutError:
         raise BuildFailed(f"{path.name} is being built", where=str(path), fix="try again later") from None
     except OSError as exc:
-        raise BuildFailed(f"cannot remove {path.name}: {exc.strerror}", where=str(path)) from None
+        raise BuildFailed(
+            f"cannot remove {path.name}: {exc.strerror}", where=str(path), fix="check its permissions"
+        ) from None
