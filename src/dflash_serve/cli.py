@@ -317,6 +317,7 @@ def preflight(require_pins: bool, as_json: bool, **options: Any) -> None:
     from dflash_serve.findings import Severity
     from dflash_serve.lifecycle import still_to_build
     from dflash_serve.preflight.runner import preflight as run_preflight
+    from dflash_serve.shape.known import ConfigUnknown
 
     try:
         made = _plan_to_start(options, require_pins=require_pins)
@@ -324,6 +325,11 @@ def preflight(require_pins: bool, as_json: bool, **options: Any) -> None:
         locks.close()
     except PreflightRefused as exc:
         findings = list(exc.findings)
+    except ConfigUnknown as exc:
+        from dflash_serve.preflight.from_recipe import findings_before_fetch
+
+        asked = {key: options[key] for key in ("gpu", "host", "port", "forced")}
+        findings = findings_before_fetch(options["name"], exc, require_pins=require_pins, **asked)
     refused = any(finding.severity is Severity.REFUSE for finding in findings)
     if as_json:
         click.echo(

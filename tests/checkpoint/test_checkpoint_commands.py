@@ -11,6 +11,7 @@ from hub_server import Hub, Repo
 from test_fetch import ONE, REPO, SHARD, repo_files
 
 from dflash_serve.checkpoint.commands import fetch, manifest, pins
+from dflash_serve.checkpoint.hub_cache import main_revision
 from dflash_serve.errors import CheckpointError
 
 RECIPE = f"""
@@ -66,6 +67,46 @@ def test_pin_fetch_export_import(
     before = len(hub.requests)
     assert run(fetch, "mine", "--offline", "--verify").startswith("target: ")
     assert len(hub.requests) == before
+
+
+def test_an_unpinned_recipe_is_found_on_the_host_it_was_carried_to(
+    hub: Hub, cache: Path, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkout" / "recipes" / "mine.yaml").write_text(RECIPE.replace(f', revision: "{ONE}"', ""))
+    run(fetch, "mine")
+    run(manifest, "export", "mine", str(tmp_path / "stick"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    run(manifest, "import", str(tmp_path / "stick"))
+    assert main_revision(REPO) == ONE
+    before = len(hub.requests)
+    assert run(fetch, "mine", "--offline").startswith("target: ")
+    assert len(hub.requests) == before
+
+
+def test_what_is_pinned_does_not_move_main_where_it_is_carried(
+    hub: Hub, cache: Path, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkout" / "recipes" / "mine.yaml").write_text(RECIPE.replace(f', revision: "{ONE}"', ""))
+    run(pins, "refresh", "mine")
+    run(fetch, "mine")
+    run(manifest, "export", "mine", str(tmp_path / "stick"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    run(manifest, "import", str(tmp_path / "stick"))
+    assert main_revision(REPO) is None
+    assert run(fetch, "mine", "--offline", "--verify").startswith("target: ")
+
+
+def test_fixes_name_the_recipe(hub: Hub, cache: Path, files: dict[str, bytes]) -> None:
+    run(pins, "refresh", "mine")
+    (row, _) = json.loads(run(fetch, "mine", "--json"))
+    (Path(row["snapshot"]) / "config.json").resolve().write_bytes(b"x" * len(files["config.json"]))
+    with pytest.raises(CheckpointError) as caught:
+        run(fetch, "mine", "--offline", "--verify")
+    assert "dflash-serve fetch mine --verify" in caught.value.fix
+    (Path(row["snapshot"]) / "chat_template.jinja").resolve().write_bytes(b"{")
+    with pytest.raises(CheckpointError) as caught:
+        run(manifest, "export", "mine", str(cache / "stick"))
+    assert "NAME" not in caught.value.fix
 
 
 def test_a_drafter_in_a_subdirectory_is_fetched_alone(

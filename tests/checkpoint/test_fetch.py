@@ -559,7 +559,7 @@ def test_something_in_the_way_of_a_name_is_told(place: str, hub: Hub, cache: Pat
     assert str(root.name) in caught.value.where
     assert "move it away" in caught.value.fix
     assert in_the_way.read_text() == "mine"
-    assert not [path for path in cache.rglob("*.tmp")], "no temporary name is left"
+    assert not list(cache.rglob("*.tmp")), "no temporary name is left"
     shutil.rmtree(in_the_way.parent) if in_the_way.name == "inside" else in_the_way.unlink()
     assert (fetch(hub, cache, revision=None).snapshot / SHARD).read_bytes() == files[SHARD]
     assert refs_main(cache) == ONE

@@ -13,6 +13,7 @@ from test_fetch import ONE, REPO, SHARD, fetch, options, pinned, repo_files
 from dflash_serve.checkpoint.fetch import fetch_recipe
 from dflash_serve.checkpoint.manifest import (
     FILE,
+    Bundle,
     FileEntry,
     Manifest,
     carried_dir,
@@ -72,7 +73,7 @@ def test_weights_must_match_and_texts_may_differ(hub: Hub, cache: Path, files: d
     edit(found.snapshot, "chat_template.jinja")
     warned = verify_snapshot(manifest, found.snapshot, hashes=True)
     assert [(f.id, f.severity.value) for f in warned] == [("checkpoint-hash", "warn")]
-    assert fetch(hub, cache, verify=True).findings == tuple(warned)
+    assert fetch(hub, cache, offline=True, verify=True, manifest=manifest).findings == tuple(warned)
     edit(found.snapshot, SHARD)
     assert [f.severity.value for f in verify_snapshot(manifest, found.snapshot, hashes=True)] == ["warn", "refuse"]
     assert len(verify_snapshot(manifest, found.snapshot)) == 0, "without hashing only sizes are known"
@@ -97,10 +98,10 @@ def test_missing_and_short_files(hub: Hub, cache: Path, files: dict[str, bytes])
 def test_export_and_import(hub: Hub, cache: Path, files: dict[str, bytes], tmp_path: Path) -> None:
     snapshot, manifest, stick = fetch(hub, cache).snapshot, pinned(hub), tmp_path / "stick"
     export_files(manifest, snapshot, stick)
-    write_bundle(stick / FILE, (manifest,))
-    assert read_bundle(stick) == (manifest,)
+    write_bundle(stick / FILE, Bundle(manifests=(manifest,)))
+    assert read_bundle(stick).manifests == (manifest,)
     other = tmp_path / "other-cache"
-    placed = import_files(read_bundle(stick)[0], stick, other)
+    placed = import_files(manifest, stick, other)
     assert {p.relative_to(placed).as_posix() for p in placed.rglob("*") if p.is_file()} == {
         f.path for f in manifest.files
     }
@@ -109,6 +110,34 @@ def test_export_and_import(hub: Hub, cache: Path, files: dict[str, bytes], tmp_p
     assert fetch(hub, other, offline=True, manifest=manifest, verify=True).received == 0
     assert hub.sent() == sent
     assert import_files(manifest, stick, other) == placed, "again changes nothing"
+    assert not list(other.rglob("refs/main"))
+
+
+def test_import_replaces_a_file_that_differs(hub: Hub, cache: Path, files: dict[str, bytes], tmp_path: Path) -> None:
+    snapshot, manifest, stick = fetch(hub, cache).snapshot, pinned(hub), tmp_path / "stick"
+    export_files(manifest, snapshot, stick)
+    edit(snapshot, SHARD)
+    import_files(manifest, stick, cache)
+    assert verify_snapshot(manifest, snapshot, hashes=True) == []
+
+
+def test_a_bundle_whose_main_is_not_carried_is_none() -> None:
+    data = {"schema": 1, "manifests": [{"repo": REPO, "revision": ONE, "files": []}], "main": ["org/other"]}
+    with pytest.raises(CheckpointError, match="no manifest"):
+        parse_bundle(data, "here")
+
+
+def test_pins_that_cannot_be_written_are_told(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    from huggingface_hub import HfApi
+
+    found = refresh(recipe(revision=None), HfApi(endpoint=hub.url))
+    (tmp_path / "pins").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot write the pins") as caught:
+        save_pins(found, tmp_path / "pins")
+    assert caught.value.fix
+    pins_path("mine", tmp_path / "other").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="cannot write the pins"):
+        save_pins(found, tmp_path / "other")
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "lose"])

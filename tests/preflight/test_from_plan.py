@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from fake_machine import describe, inventory_of, playing
 
+from dflash_serve.checkpoint.hub_cache import token_file
 from dflash_serve.findings import Severity
 from dflash_serve.plan.model import (
     Decision,
@@ -191,6 +195,31 @@ def test_a_token_is_seen_and_not_read(tmp_path: Path) -> None:
     assert not hub_token({"HF_HOME": str(tmp_path)})
     (tmp_path / "token").touch(mode=0o000)
     assert hub_token({"HF_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"HF_HUB_CACHE": "/elsewhere/hub"},
+        {"HUGGINGFACE_HUB_CACHE": "/elsewhere/hub"},
+        {"HF_HOME": "/hf/home"},
+        {"HF_HOME": "~/hf", "HF_HUB_CACHE": "/elsewhere/hub"},
+        {"XDG_CACHE_HOME": "/xdg"},
+        {"XDG_CACHE_HOME": "$HOME/xdg", "HF_HOME": "/hf/home"},
+        {"HF_TOKEN_PATH": "$HOME/secret", "HF_HOME": "/hf/home"},
+    ],
+)
+def test_the_token_is_where_the_client_keeps_it(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from huggingface_hub import constants; print(constants.HF_TOKEN_PATH)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(token_file(environment)) == done.stdout.strip()
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,31 @@ def test_a_recipe_whose_config_nobody_knows_is_fetched_before_it_is_planned(
     assert (refused.returncode, "[pins]" in refused.stderr) in {(4, True), (3, False)}
 
 
+def test_preflight_of_a_recipe_whose_config_nobody_knows(call: Call) -> None:
+    arguments = ("preflight", "qwen3.6-27b", "--port", "18437", "--runtime", "native", "--json")
+    done = call("2x5090", *arguments)
+    found = {finding["id"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["config-unknown"]["severity"] == "note"
+    assert found["config-unknown"]["fix"].endswith("dflash-serve fetch qwen3.6-27b")
+    assert {"checkpoint-absent", "pins"} <= found.keys(), "the checks that need no plan ran too"
+    refused = [id for id, finding in found.items() if finding["severity"] == "refuse"]
+    assert done.returncode == (4 if refused else 0)
+    free = call("2x5090", *arguments, *(word for id in refused for word in ("--force", id)))
+    assert free.returncode == 0, free.stdout
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        taken = call("2x5090", "preflight", "qwen3.6-27b", "--runtime", "native", "--port", port)
+    assert taken.returncode == 4
+    assert "[port-taken]" in taken.stdout
+    assert "[config-unknown]" in taken.stdout
+
+
+def test_named_gpus_are_refused_also_where_nothing_can_be_planned(call: Call) -> None:
+    done = call("2x5090", "preflight", "qwen3.6-27b", "--gpu", "1xh200", "--json")
+    assert done.returncode == 4
+    assert [finding["id"] for finding in json.loads(done.stdout)["findings"]] == ["plan-hypothetical", "config-unknown"]
+
+
 def test_a_planners_refusal_can_be_forced_through_the_preflight(call: Call) -> None:
     arguments = ("preflight", RECIPE, "--port", "18435", "--runtime", "native", "--set", "gpu_memory_utilization=0.97")
     assert "[head-room]" in call("2x5090", *arguments).stdout

@@ -12,12 +12,13 @@ import click
 from dflash_serve.checkpoint import manifest as carried
 from dflash_serve.checkpoint.fetch import GIB, Fetched, FetchOptions, fetch_recipe
 from dflash_serve.checkpoint.hub_cache import snapshot_dir
-from dflash_serve.checkpoint.manifest import Manifest, export_files, import_files, read_bundle, write_bundle
-from dflash_serve.checkpoint.pins import load_pins, pins_path, refresh, save_pins
+from dflash_serve.checkpoint.manifest import Bundle, Manifest, export_files, import_files, read_bundle, write_bundle
+from dflash_serve.checkpoint.pins import load_pins, pinned, pins_path, refresh, save_pins
 from dflash_serve.checkpoint.transfer import explain
 from dflash_serve.errors import CheckpointError, DFlashError
 from dflash_serve.progress import Progress, SilentProgress, for_terminal
 from dflash_serve.recipe import catalogue
+from dflash_serve.recipe.naming import errors_for
 
 
 def _json_option(command: Any) -> Any:
@@ -75,20 +76,25 @@ def manifest() -> None:
 @_json_option
 def export_command(name: str, directory: Path, list_only: bool, as_json: bool) -> None:
     """Copy recipe NAME's checkpoints and their manifest to DIRECTORY, such as a disk that is carried."""
-    found = fetch_recipe(catalogue.find(name), FetchOptions(offline=True), _progress(as_json))
+    recipe = pinned(catalogue.find(name))
+    drafter = recipe.drafter.checkpoint if recipe.drafter is not None else None
+    floating = {one.repo for one in (recipe.target, drafter) if one is not None and one.revision is None}
+    found = fetch_recipe(recipe, FetchOptions(offline=True), _progress(as_json))
     manifests: list[Manifest] = []
     try:
-        for one in found:
-            if one.repo is None or one.revision is None:
-                continue
-            root = snapshot_dir(one.repo, one.revision)
-            made = one.manifest or carried.manifest_of_snapshot(one.repo, one.revision, root)
-            manifests.append(made)
-            if not list_only:
-                export_files(made, root, directory)
+        with errors_for(recipe.name):
+            for one in found:
+                if one.repo is None or one.revision is None:
+                    continue
+                root = snapshot_dir(one.repo, one.revision)
+                made = one.manifest or carried.manifest_of_snapshot(one.repo, one.revision, root)
+                manifests.append(made)
+                if not list_only:
+                    export_files(made, root, directory)
         if not manifests:
             raise CheckpointError(f"{name} has no checkpoint from the hub", fix="copy recipes/ instead")
-        write_bundle(directory / carried.FILE, tuple(manifests))
+        main = tuple(sorted({one.repo for one in manifests} & floating))
+        write_bundle(directory / carried.FILE, Bundle(manifests=tuple(manifests), main=main))
     except OSError as exc:
         raise _unwritable(exc, directory) from None
     _report(manifests, directory, as_json)
@@ -99,13 +105,13 @@ def export_command(name: str, directory: Path, list_only: bool, as_json: bool) -
 @_json_option
 def import_command(directory: Path, as_json: bool) -> None:
     """Check every hash of an exported DIRECTORY and put its files into this host's Hugging Face cache."""
-    manifests = read_bundle(directory)
+    bundle = read_bundle(directory)
     try:
-        for one in manifests:
-            import_files(one, directory)
+        for one in bundle.manifests:
+            import_files(one, directory, main=one.repo in bundle.main)
     except OSError as exc:
         raise _unwritable(exc, directory) from None
-    _report(list(manifests), directory, as_json)
+    _report(list(bundle.manifests), directory, as_json)
 
 
 def _report(manifests: list[Manifest], directory: Path, as_json: bool) -> None:

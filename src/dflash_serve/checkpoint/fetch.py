@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from dflash_serve.errors import CheckpointError, PreflightRefused
 from dflash_serve.findings import Finding, Severity, refuse
 from dflash_serve.fsio import atomic_write
 from dflash_serve.progress import Progress, Step
+from dflash_serve.recipe.naming import errors_for, finding_for
 from dflash_serve.recipe.schema import Checkpoint, Recipe
 
 HEADROOM = 256 * 1024 * 1024  # what else a file system needs while a fetch runs
@@ -85,7 +86,11 @@ def fetch_recipe(recipe: Recipe, options: FetchOptions, progress: Progress, pins
         CheckpointError: something cannot be had, or is not what the pins say.
         PreflightRefused: the disk is too small.
     """
-    known = pins or load_pins(recipe.name)
+    with errors_for(recipe.name):
+        return _fetch_recipe(recipe, options, progress, pins or load_pins(recipe.name))
+
+
+def _fetch_recipe(recipe: Recipe, options: FetchOptions, progress: Progress, known: Pins | None) -> list[Fetched]:
     recipe = pinned(recipe, known) if known is not None else recipe
     sides: list[tuple[Literal["target", "drafter"], Checkpoint]] = [("target", recipe.target)]
     if recipe.drafter is not None and recipe.drafter.checkpoint is not None:
@@ -93,7 +98,8 @@ def fetch_recipe(recipe: Recipe, options: FetchOptions, progress: Progress, pins
     out = []
     for side, checkpoint in sides:
         manifest = known.of(side) if known is not None else None
-        out.append(fetch_checkpoint(side, checkpoint, manifest, options, progress))
+        found = fetch_checkpoint(side, checkpoint, manifest, options, progress)
+        out.append(replace(found, findings=tuple(finding_for(finding, recipe.name) for finding in found.findings)))
     return out
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_serve.errors import CheckpointError
@@ -19,11 +20,23 @@ def hub_cache() -> Path:
     """`$HF_HUB_CACHE`, else `$HF_HOME/hub`, else `$XDG_CACHE_HOME/huggingface/hub`, else `~/.cache/huggingface/hub`."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if value := os.environ.get(name):
-            return Path(os.path.expandvars(value)).expanduser()
-    if value := os.environ.get("HF_HOME"):
-        return Path(os.path.expandvars(value)).expanduser() / "hub"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expandvars(base)).expanduser() / "huggingface" / "hub"
+            return _expanded(value)
+    return hf_home(os.environ) / "hub"
+
+
+def hf_home(environment: Mapping[str, str]) -> Path:
+    """`$HF_HOME`, else `$XDG_CACHE_HOME/huggingface`, else `~/.cache/huggingface`."""
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return _expanded(environment.get("HF_HOME") or f"{base}/huggingface")
+
+
+def token_file(environment: Mapping[str, str]) -> Path:
+    """Where the client keeps the token: `$HF_TOKEN_PATH`, else `token` in `hf_home`, wherever the cache is."""
+    return _expanded(environment.get("HF_TOKEN_PATH") or str(hf_home(environment) / "token"))
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()
 
 
 def repo_folder(repo: str, cache: Path | None = None) -> Path:

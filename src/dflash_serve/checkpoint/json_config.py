@@ -130,11 +130,11 @@ def read_json(path: Path) -> Any:
     Raises:
         CheckpointError: unreadable, larger than 64 MiB, not UTF-8, truncated or otherwise not JSON.
     """
-    fix = "fetch the file again: dflash-serve fetch --verify"
+    fix = "fetch the file again: dflash-serve fetch NAME --verify"
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise CheckpointError(f"{path.name} has {size} bytes, more than {MAX_BYTES}", where=str(path))
+            raise CheckpointError(f"{path.name} has {size} bytes, more than {MAX_BYTES}", where=str(path), fix=fix)
         raw = path.read_bytes()
     except OSError as exc:
         raise CheckpointError(f"cannot read {path.name}: {exc.strerror}", where=str(path), fix=fix) from None
@@ -170,7 +170,8 @@ def read_object(source: Path | str | Mapping[str, Any], name: str = "config.json
     value = read_json(path)
     if not isinstance(value, dict):
         kind = "list" if isinstance(value, list) else type(value).__name__
-        raise CheckpointError(f"{path.name} holds a {kind}, not an object", where=str(path))
+        fix = "fetch the file again: dflash-serve fetch NAME --verify"
+        raise CheckpointError(f"{path.name} holds a {kind}, not an object", where=str(path), fix=fix)
     return Section(value, str(path))
 
 

@@ -17,7 +17,7 @@ from dflash_serve.checkpoint.hub_cache import PARTIAL, hub_cache, repo_folder, s
 from dflash_serve.checkpoint.json_config import read_object
 from dflash_serve.checkpoint.snapshot import snapshot_files
 from dflash_serve.errors import CheckpointError
-from dflash_serve.fsio import atomic_write_json, fsync_dir
+from dflash_serve.fsio import atomic_write, atomic_write_json, fsync_dir
 from dflash_serve.recipe.schema import RepoId, Revision
 
 FILE = "manifest.json"
@@ -25,6 +25,7 @@ FILE = "manifest.json"
 IGNORED = (".gitattributes", "README.md", "LICENSE", ".gitignore")
 # The same weights for other engines: left out where safetensors are there. (`mask_embedding.pt` is read, so .pt stays.)
 OTHER_ENGINES = (".bin", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot", ".tflite")
+EXPORT = "export it again where it was fetched, and carry it anew"
 NO_SYMLINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 LFS_BYTES = 10 * 1024 * 1024  # a file of this size is in LFS on the hub
 
@@ -118,20 +119,32 @@ def manifest_of_snapshot(repo: str, revision: str, directory: Path) -> Manifest:
 
 
 class Bundle(BaseModel):
-    """What `manifest export` writes beside the files."""
+    """What `manifest export` writes beside the files.
+
+    Attributes:
+        main: repos of which neither recipe nor pins name a commit: the carried one becomes `refs/main`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     manifests: Annotated[tuple[Manifest, ...], Field(min_length=1)]
+    main: tuple[RepoId, ...] = ()
+
+    @model_validator(mode="after")
+    def _carried(self) -> Bundle:
+        if not {*self.main} <= {manifest.repo for manifest in self.manifests}:
+            raise ValueError("main names a repo that is not carried")
+        return self
 
 
-def write_bundle(path: Path, manifests: tuple[Manifest, ...]) -> None:
+def write_bundle(path: Path, bundle: Bundle) -> None:
     """Write a bundle's manifest file."""
-    atomic_write_json(path, {"schema": 1, "manifests": [manifest.as_dict() for manifest in manifests]})
+    manifests = [manifest.as_dict() for manifest in bundle.manifests]
+    atomic_write_json(path, {"schema": 1, "manifests": manifests, "main": list(bundle.main)})
 
 
-def read_bundle(path: Path) -> tuple[Manifest, ...]:
+def read_bundle(path: Path) -> Bundle:
     """Read it back.
 
     Raises:
@@ -140,14 +153,14 @@ def read_bundle(path: Path) -> tuple[Manifest, ...]:
     return parse_bundle(read_object(path, FILE).data, str(path))
 
 
-def parse_bundle(data: Mapping[str, Any], where: str) -> tuple[Manifest, ...]:
+def parse_bundle(data: Mapping[str, Any], where: str) -> Bundle:
     """`read_bundle` of an object parsed already."""
     try:
-        return Bundle.model_validate(data).manifests
+        return Bundle.model_validate(data)
     except ValidationError as exc:
         first = exc.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"no manifest: {first['msg']}", where=f"{where}: {key}") from None
+        raise CheckpointError(f"no manifest: {first['msg']}", where=f"{where}: {key}", fix=EXPORT) from None
 
 
 def export_files(manifest: Manifest, snapshot: Path, destination: Path) -> Path:
@@ -176,8 +189,11 @@ def carried_dir(manifest: Manifest, root: Path) -> Path:
     return root / manifest.repo.replace("/", "--") / manifest.revision
 
 
-def import_files(manifest: Manifest, source: Path, cache: Path | None = None) -> Path:
+def import_files(manifest: Manifest, source: Path, cache: Path | None = None, *, main: bool = False) -> Path:
     """Put carried files into the hub cache; every hash is checked before a name appears.
+
+    Args:
+        main: the revision becomes `refs/main`, by which an unpinned recipe is found.
 
     Returns:
         The snapshot's directory.
@@ -191,23 +207,33 @@ def import_files(manifest: Manifest, source: Path, cache: Path | None = None) ->
     for file in manifest.files:
         path = carried / file.path
         if not path.is_file():
-            raise CheckpointError(f"{file.path} of {manifest.repo} is missing", where=str(carried))
+            raise CheckpointError(f"{file.path} of {manifest.repo} is missing", where=str(carried), fix=EXPORT)
         if path.stat().st_size != file.size:
             raise CheckpointError(
-                f"{file.path} has {path.stat().st_size} bytes, the manifest says {file.size}", where=str(path)
+                f"{file.path} has {path.stat().st_size} bytes, the manifest says {file.size}",
+                where=str(path),
+                fix=EXPORT,
             )
-        if (sha256(path) if file.sha256 else git_blob_id(path)) != file.expected:
-            raise CheckpointError(f"{file.path} is not the file of the manifest (hash differs)", where=str(path))
+        if not _is(path, file):
+            what = f"{file.path} is not the file of the manifest (hash differs)"
+            raise CheckpointError(what, where=str(path), fix=EXPORT)
     blobs = repo_folder(manifest.repo, root) / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     for file in manifest.files:
         blob = blobs / file.expected
-        if not (blob.is_file() and blob.stat().st_size == file.size):
+        if not (blob.is_file() and blob.stat().st_size == file.size and _is(blob, file)):
             _copy(carried / file.path, blob)
     fsync_dir(blobs)
     for file in manifest.files:
         link_blob(manifest.repo, manifest.revision, file.path, file.expected, root)
+    if main:
+        # Last, as a fetch does: only a whole revision may be called main.
+        atomic_write(repo_folder(manifest.repo, root) / "refs" / "main", manifest.revision)
     return snapshot_dir(manifest.repo, manifest.revision, root)
+
+
+def _is(path: Path, file: FileEntry) -> bool:
+    return (sha256(path) if file.sha256 else git_blob_id(path)) == file.expected
 
 
 def link_blob(repo: str, revision: str, path: str, blob: str, cache: Path) -> None:

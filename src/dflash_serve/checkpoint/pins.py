@@ -71,9 +71,17 @@ def load_pins(recipe: str, directory: Path | None = None) -> Pins | None:
         first = exc.errors(include_url=False)[0]
         line = document.lines.get(tuple(first["loc"]), 1)
         key = ".".join(str(part) for part in first["loc"])
-        raise RecipeError(first["msg"].removeprefix("Value error, "), where=f"{path}:{line}: {key}") from None
+        raise RecipeError(
+            first["msg"].removeprefix("Value error, "),
+            where=f"{path}:{line}: {key}",
+            fix=f"write it anew: dflash-serve pins refresh {recipe}",
+        ) from None
     if pins.recipe != recipe:
-        raise RecipeError(f"pins of {pins.recipe!r} in {path.name}", where=str(path))
+        raise RecipeError(
+            f"pins of {pins.recipe!r} in {path.name}",
+            where=str(path),
+            fix=f"write it anew: dflash-serve pins refresh {recipe}",
+        )
     return pins
 
 
@@ -106,14 +114,22 @@ def _at_pin(checkpoint: Checkpoint, manifest: Manifest | None) -> Checkpoint:
 
 
 def save_pins(pins: Pins, directory: Path | None = None) -> Path:
-    """Write a pin file; returns its path."""
+    """Write a pin file; returns its path.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
     data: dict[str, Any] = {"schema": 1, "recipe": pins.recipe}
     for side in ("target", "drafter"):
         manifest = pins.of(side)
         if manifest is not None:
             data[side] = manifest.as_dict()
     path = pins_path(pins.recipe, directory)
-    atomic_write(path, HEADER + yaml.safe_dump(data, sort_keys=False, width=110))
+    try:
+        atomic_write(path, HEADER + yaml.safe_dump(data, sort_keys=False, width=110))
+    except OSError as exc:
+        fix = "make it writable for this user, free space on its disk, or move away what has that name"
+        raise CheckpointError(f"cannot write the pins: {exc.strerror or exc}", where=str(path), fix=fix) from None
     return path
 
 
@@ -161,5 +177,5 @@ def _manifest(checkpoint: Checkpoint, hub: Hub) -> Manifest | None:
         return None
     revision = checkpoint.revision or hub.repo_info(checkpoint.repo).sha
     if revision is None:
-        raise CheckpointError(f"the hub names no commit of {checkpoint.repo}")
+        raise CheckpointError(f"the hub names no commit of {checkpoint.repo}", fix="name a revision in the recipe")
     return list_files(hub, checkpoint.repo, revision)

@@ -18,6 +18,7 @@ from dflash_serve.checkpoint.quantization import (
 from dflash_serve.errors import CheckpointError
 
 MAX_PATTERN = 512
+PUBLISHER = "fetch the checkpoint again, or report it to its publisher"
 MAX_PATTERNS = 100_000
 
 
@@ -335,12 +336,14 @@ def _patterns(source: Section, key: str) -> tuple[str, ...]:
 
 def _pattern(source: Section, text: str) -> str:
     if len(text) > MAX_PATTERN:
-        raise CheckpointError(f"a module pattern has {len(text)} characters", where=source.where)
+        raise CheckpointError(f"a module pattern has {len(text)} characters", where=source.where, fix=PUBLISHER)
     if text.startswith("re:"):
         try:
             re.compile(text[3:])
         except re.error as exc:
-            raise CheckpointError(f"{text!r} is not a regular expression: {exc}", where=source.where) from None
+            raise CheckpointError(
+                f"{text!r} is not a regular expression: {exc}", where=source.where, fix=PUBLISHER
+            ) from None
     return text
 
 

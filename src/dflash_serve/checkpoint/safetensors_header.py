@@ -18,7 +18,7 @@ from dflash_serve.errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"
-FIX = "fetch it again: dflash-serve fetch --verify"
+FIX = "fetch it again: dflash-serve fetch NAME --verify"
 
 
 class TensorInfo(NamedTuple):

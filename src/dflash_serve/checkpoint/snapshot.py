@@ -55,7 +55,7 @@ def snapshot_files(directory: Path) -> list[SnapshotFile]:
     """
     real = Path(os.path.realpath(directory))
     if not real.is_dir():
-        raise CheckpointError("no such snapshot", where=str(directory), fix="dflash-serve fetch NAME")
+        raise CheckpointError("no such snapshot", where=str(directory), fix="fetch it: dflash-serve fetch NAME")
     root = snapshot_root(directory)
     out: list[SnapshotFile] = []
     stack = [real]
@@ -64,7 +64,8 @@ def snapshot_files(directory: Path) -> list[SnapshotFile]:
         try:
             entries = list(os.scandir(place))
         except OSError as exc:
-            raise CheckpointError(f"cannot list the snapshot: {exc.strerror}", where=str(place)) from None
+            what, fix = f"cannot list the snapshot: {exc.strerror}", "make the directory readable for this user"
+            raise CheckpointError(what, where=str(place), fix=fix) from None
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 if entry.name not in SKIPPED_DIRECTORIES:
@@ -76,10 +77,14 @@ def snapshot_files(directory: Path) -> list[SnapshotFile]:
             file = resolve_inside(path, root)
             info = file.stat()
             if not stat.S_ISREG(info.st_mode):
-                raise CheckpointError(f"{path.name} is no regular file", where=str(path))
+                raise CheckpointError(
+                    f"{path.name} is no regular file", where=str(path), fix="take it out of the snapshot"
+                )
             out.append(SnapshotFile(path.relative_to(real).as_posix(), file, info.st_size))
             if len(out) > MAX_FILES:
-                raise CheckpointError(f"more than {MAX_FILES} files", where=str(directory))
+                raise CheckpointError(
+                    f"more than {MAX_FILES} files", where=str(directory), fix="name the checkpoint's own directory"
+                )
     return sorted(out, key=lambda f: f.name)
 
 
@@ -112,7 +117,7 @@ def resolve_inside(path: Path, root: Path) -> Path:
                 fix=f"keep the files below {root}",
             )
     else:
-        raise CheckpointError(f"{path.name} is a cyclic link", where=str(path))
+        raise CheckpointError(f"{path.name} is a cyclic link", where=str(path), fix=FIX)
     if not current.exists():
         raise CheckpointError(f"{path.name} leads to no file", where=f"{path} -> {current}", fix=FIX)
     return current

@@ -99,7 +99,7 @@ def from_headers(directory: Path) -> TensorBytes:
     """
     files = weight_files(directory)
     if not files:
-        raise CheckpointError("no safetensors files", where=str(directory), fix="dflash-serve fetch NAME")
+        raise CheckpointError("no safetensors files", where=str(directory), fix="fetch it: dflash-serve fetch NAME")
     groups: dict[TensorGroup, int] = {}
     for name in files:
         for tensor in read_header(directory / name).tensors:

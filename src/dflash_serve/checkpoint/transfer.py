@@ -239,7 +239,9 @@ def _stream(
                         raise Stopped
                     if have + len(chunk) > file.size:
                         raise CheckpointError(
-                            f"{file.path} of {place.origin} goes on after its {file.size} bytes", where=url
+                            f"{file.path} of {place.origin} goes on after its {file.size} bytes",
+                            where=url,
+                            fix="the mirror or a proxy serves a wrong file: try without it",
                         )
                     handle.write(chunk)
                     have += len(chunk)

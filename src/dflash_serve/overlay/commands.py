@@ -11,6 +11,7 @@ from dflash_serve import paths
 from dflash_serve.overlay import inventory
 from dflash_serve.overlay.build import BuiltOverlay, build
 from dflash_serve.overlay.spec import OverlaySpec
+from dflash_serve.recipe.naming import errors_for
 
 
 def _json_option(command: Any) -> Any:
@@ -36,7 +37,8 @@ def build_command(name: str, window: int | None, gpu: str | None, as_json: bool)
     built: dict[str, BuiltOverlay] = {}
     for decided in plan.overlays:
         if decided.needed and decided.spec is not None:
-            built[decided.kind] = build(OverlaySpec.from_dict(decided.spec), paths.overlays_home())
+            with errors_for(name):
+                built[decided.kind] = build(OverlaySpec.from_dict(decided.spec), paths.overlays_home())
     if as_json:
         rows = [
             {
@@ -99,7 +101,7 @@ def list_command(as_json: bool) -> None:
 @click.option("--keep", multiple=True, metavar="NAME", help="Keep this one besides.")
 @_json_option
 def gc_command(dry_run: bool, keep: tuple[str, ...], as_json: bool) -> None:
-    """Remove overlays that no run's saved plan names."""
+    """Remove overlays that no saved plan names, of a run or of compose."""
     removed = inventory.collect_garbage(paths.overlays_home(), keep=keep, dry_run=dry_run)
     if as_json:
         click.echo(json.dumps({"removed": removed, "dry_run": dry_run}, indent=2))

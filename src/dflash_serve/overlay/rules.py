@@ -140,10 +140,14 @@ def _load(root: Path) -> tuple[Rule, ...]:
             key = first["loc"]
             line = document.lines.get(tuple(key), 1)
             raise RecipeError(
-                first["msg"].removeprefix("Value error, "), where=f"{path}:{line}: {'.'.join(map(str, key))}"
+                first["msg"].removeprefix("Value error, "),
+                where=f"{path}:{line}: {'.'.join(map(str, key))}",
+                fix="docs/overlays.md lists the keys of a rule",
             ) from None
         if rule.id != path.stem:
-            raise RecipeError(f"id is {rule.id!r} but the file is {path.name}", where=str(path))
+            raise RecipeError(
+                f"id is {rule.id!r} but the file is {path.name}", where=str(path), fix="give both the same name"
+            )
         rules.append(rule)
     if not rules:
         raise RecipeError("no overlay rules", where=str(root), fix="set DFLASH_SERVE_ROOT to the checkout")

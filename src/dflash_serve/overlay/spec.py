@@ -121,7 +121,8 @@ def apply_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
             if inner is None:
                 inner = place[parent] = {}
             if not isinstance(inner, dict):
-                raise CheckpointError(f"{parent} is no object, so {dotted} cannot be set", where="config.json")
+                what = f"{parent} is no object, so {dotted} cannot be set"
+                raise CheckpointError(what, where="config.json", fix="take the publisher's own config.json")
             place = inner
         place[last] = copy.deepcopy(value)
     return out

@@ -19,6 +19,7 @@ from dflash_serve.overlay.versions import satisfies
 # vllm/config/speculative.py of 0.33.0: rope types for which the table is only a cache.
 CACHE_ONLY_ROPE = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
 RAISES_TABLE = ">=0.33.0"
+OWN_CONFIG = "take the publisher's own config.json: dflash-serve fetch NAME --verify"
 
 
 def default_draft_tokens(drafter: DrafterFacts) -> int | None:
@@ -117,7 +118,9 @@ def _layers(target: TargetFacts, drafter: DrafterFacts) -> list[Finding]:
             refuse("pair-target-layers", what, where=drafter.source, fix="take the drafter made for this target")
         )
     if len(set(drafter.target_layer_ids)) != len(drafter.target_layer_ids):
-        out.append(refuse("pair-target-layers", "target_layer_ids has a layer twice", where=drafter.source))
+        out.append(
+            refuse("pair-target-layers", "target_layer_ids has a layer twice", where=drafter.source, fix=OWN_CONFIG)
+        )
     if drafter.num_target_layers is not None and drafter.num_target_layers != layers:
         what = f"the drafter was trained on a target of {drafter.num_target_layers} layers, this one has {layers}"
         out.append(
@@ -130,10 +133,11 @@ def _mask(target: TargetFacts, drafter: DrafterFacts) -> list[Finding]:
     if drafter.method not in ("dflash", "dflash2", "dspark"):
         return []
     if drafter.mask_token_id is None:
-        return [refuse("pair-mask-token", "the drafter has no mask_token_id", where=drafter.source)]
+        return [refuse("pair-mask-token", "the drafter has no mask_token_id", where=drafter.source, fix=OWN_CONFIG)]
     if drafter.mask_token_id >= target.dims.vocab_size:
         what = f"mask_token_id {drafter.mask_token_id} lies outside the vocabulary of {target.dims.vocab_size}"
-        return [refuse("pair-mask-token", what, where=f"{drafter.source}: {drafter.mask_rule}")]
+        where = f"{drafter.source}: {drafter.mask_rule}"
+        return [refuse("pair-mask-token", what, where=where, fix="take the drafter made for this target")]
     return []
 
 
@@ -162,7 +166,7 @@ def _causality(drafter: DrafterFacts) -> list[Finding]:
         return []
     if drafter.causality_rule.startswith("layer_types"):
         what = "neither is_causal nor dflash_config.causal is written, so vLLM takes the sliding layers for causal"
-        fix = "dflash-serve overlay build writes is_causal: false"
+        fix = "dflash-serve overlay build NAME writes is_causal: false"
         return [refuse("drafter-causality", what, where=drafter.source, fix=fix)]
     what = (
         f"{drafter.causality_rule} says the drafter is causal; published DFlash2 drafters are not, and acceptance falls"
@@ -218,7 +222,10 @@ def _length(target: TargetFacts, drafter: DrafterFacts, window: int, vllm: str) 
         what = f"the window of {window} is beyond the target's {target.max_position_embeddings} positions"
         out.append(
             refuse(
-                "target-length", what, where=target.source, fix="serve it from its overlay: dflash-serve overlay build"
+                "target-length",
+                what,
+                where=target.source,
+                fix="serve it from its overlay: dflash-serve overlay build NAME",
             )
         )
     table = drafter.max_position_embeddings
@@ -230,7 +237,7 @@ def _length(target: TargetFacts, drafter: DrafterFacts, window: int, vllm: str) 
         out.append(refuse("drafter-length", what, where=drafter.source, fix="take a drafter with rope_type default"))
     elif table < window and not satisfies(vllm, RAISES_TABLE):
         what = f"the drafter's table has {table} positions; vLLM {vllm} reads past it and dies in a window of {window}"
-        fix = "serve it from its overlay: dflash-serve overlay build"
+        fix = "serve it from its overlay: dflash-serve overlay build NAME"
         out.append(refuse("drafter-length", what, where=drafter.source, fix=fix))
     elif table < window:
         out.append(note("drafter-length", f"vLLM {vllm} raises the drafter's table from {table} to {window}"))

@@ -49,7 +49,7 @@ def satisfies(version: str, conditions: str) -> bool:
     for part in conditions.split(","):
         found = _CONDITION.fullmatch(part.strip())
         if found is None:
-            raise UsageError(f"{part!r} is not a condition such as >=0.33.0")
+            raise UsageError(f"{part!r} is not a condition such as >=0.33.0", fix="write it as in >=0.28,<0.34")
         operator, bound = found.group(1), Version(found.group(2))
         holds = {
             ">=": mine >= bound,

@@ -16,6 +16,7 @@ from dflash_serve.fsio import atomic_write
 Scalar = bool | int | float | str | None
 Variant = Literal["cuda", "cpu"]
 Runtime = Literal["native", "docker"]
+ANEW = "make it anew, as in: dflash-serve plan tiny --json"
 
 
 # Refusals of the planner that `--force` overrules; `overlay-RULE` comes on top.
@@ -257,14 +258,14 @@ class Plan(Part):
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as exc:
-            raise RecipeError(f"cannot read the plan: {exc.strerror}", where=str(path)) from None
+            raise RecipeError(f"cannot read the plan: {exc.strerror}", where=str(path), fix=ANEW) from None
         except ValidationError as exc:
             first = exc.errors(include_url=False)[0]
             key = ".".join(str(part) for part in first["loc"])
             raise RecipeError(
                 f"not a plan of this version: {first['msg']}",
                 where=f"{path}: {key}",
-                fix="make it anew: dflash-serve plan NAME --json",
+                fix=ANEW,
             ) from None
 
 

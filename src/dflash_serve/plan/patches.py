@@ -26,7 +26,8 @@ def patch_decisions(vllm_version: str) -> tuple[PatchDecision, ...]:
             record = tomllib.loads(path.read_text("utf-8"))
             applies, title, switch = record["applies_to"], record["title"], record.get("switch")
         except (OSError, tomllib.TOMLDecodeError, KeyError) as exc:
-            raise RecipeError(f"a patch record cannot be read: {exc}", where=str(path)) from None
+            fix = "restore the file from the checkout's repository"
+            raise RecipeError(f"a patch record cannot be read: {exc}", where=str(path), fix=fix) from None
         name = path.name.removesuffix(".toml")
         if vllm_version not in applies:
             reason = f"vLLM {vllm_version} does not need it"

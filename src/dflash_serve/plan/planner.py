@@ -25,6 +25,7 @@ from dflash_serve.plan.container import decide_runtime
 from dflash_serve.plan.patches import patch_decisions
 from dflash_serve.plan.prospects import expectations, exported
 from dflash_serve.recipe import catalogue
+from dflash_serve.recipe.naming import errors_for, finding_for
 from dflash_serve.recipe.schema import Checkpoint, Recipe, holds
 from dflash_serve.shape.arguments import Endpoint, arguments
 from dflash_serve.shape.arguments import environment as shape_environment
@@ -77,6 +78,11 @@ def make_plan(request: Request) -> model.Plan:
         RecipeError, CheckpointError, UsageError: an input is off.
         PreflightRefused: this machine can't serve the recipe at all.
     """
+    with errors_for(request.name):
+        return _make_plan(request)
+
+
+def _make_plan(request: Request) -> model.Plan:
     asked = pinned(catalogue.find(request.name))
     recipe = at_commit(asked)
     if request.no_drafter:
@@ -92,7 +98,7 @@ def make_plan(request: Request) -> model.Plan:
     overlays = _overlays(recipe, pair, shape, spec.vllm_version)
     findings += _pair_findings(pair, shape, overlays, spec.vllm_version)
     findings += [finding for overlay in overlays for finding in overlay.findings]
-    findings = [overruled(finding, request.forced) for finding in findings]
+    findings = [finding_for(overruled(finding, request.forced), request.name) for finding in findings]
     if any(finding.severity is Severity.REFUSE for finding in findings):
         raise PreflightRefused(findings)
     target, drafter = _references(recipe, asked, pair, shape, overlays)

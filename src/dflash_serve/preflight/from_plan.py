@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_serve import paths
 from dflash_serve.checkpoint.config_reader import read_target
-from dflash_serve.checkpoint.hub_cache import hub_cache
+from dflash_serve.checkpoint.hub_cache import hub_cache, token_file
 from dflash_serve.checkpoint.pins import pinned
 from dflash_serve.errors import DFlashError
 from dflash_serve.hardware.inventory import read
@@ -93,9 +93,7 @@ def hub_token(environment: Mapping[str, str]) -> bool:
     """Whether a token for the hub is there. It is not read."""
     if environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN"):
         return True
-    home = environment.get("HF_HOME")
-    place = environment.get("HF_TOKEN_PATH") or (Path(home) / "token" if home else hub_cache().parent / "token")
-    return Path(place).expanduser().is_file()
+    return os.path.isfile(token_file(environment))
 
 
 def _recipe(plan: Plan) -> Recipe | None:

@@ -10,12 +10,13 @@ from typing import Literal
 from dflash_serve.checkpoint.hub_cache import hub_cache
 from dflash_serve.checkpoint.pins import pinned
 from dflash_serve.checkpoint.places import expected_directory
-from dflash_serve.findings import Finding
+from dflash_serve.errors import CheckpointError
+from dflash_serve.findings import Finding, note
 from dflash_serve.hardware.inventory import read
 from dflash_serve.preflight.context import Context, Probes
 from dflash_serve.preflight.from_plan import engine_cuda, hub_token
 from dflash_serve.preflight.registry import all_checks
-from dflash_serve.preflight.runner import ORDER, run
+from dflash_serve.preflight.runner import ORDER, hypothetical_plan, run
 from dflash_serve.preflight.weights import Role, Side, fetch_bytes, load_bytes, weights_of
 from dflash_serve.recipe import catalogue
 from dflash_serve.recipe.schema import Checkpoint, Recipe
@@ -40,6 +41,28 @@ def findings_without_plan(
     checks = [check for check in all_checks() if check.name not in PLANNED]
     more = [finding for finding in run(context, checks) if finding.id not in seen]
     return sorted([*why, *more], key=lambda finding: ORDER[finding.severity])
+
+
+def findings_before_fetch(
+    name: str,
+    why: CheckpointError,
+    *,
+    gpu: str | None,
+    host: str,
+    port: int,
+    forced: Iterable[str] = (),
+    require_pins: bool = False,
+) -> list[Finding]:
+    """What stands in the way of a recipe that can be planned only once its configs are fetched, as `up` does first.
+
+    Args:
+        why: says which config is unknown.
+        gpu: the GPUs that were only named, on which nothing can start.
+    """
+    found = note("config-unknown", f"{why.what}: a start fetches it first, then plans", where=why.where, fix=why.fix)
+    if gpu is not None:
+        return [hypothetical_plan(), found]
+    return findings_without_plan(name, [found], host=host, port=port, forced=forced, require_pins=require_pins)
 
 
 def context_of_recipe(recipe: Recipe, *, host: str, port: int, forced: Iterable[str] = ()) -> Context:

@@ -14,6 +14,7 @@ from dflash_serve.plan.model import PLANNING_IDS, Plan
 from dflash_serve.preflight.context import Context
 from dflash_serve.preflight.from_plan import context_of
 from dflash_serve.preflight.registry import Check, all_checks, known_ids
+from dflash_serve.recipe.naming import finding_for
 
 ORDER = {Severity.REFUSE: 0, Severity.WARN: 1, Severity.NOTE: 2}
 # What cannot be overruled, and what to do instead.
@@ -35,8 +36,7 @@ def preflight(plan: Plan, **changes: Any) -> tuple[list[Finding], GpuLocks]:
     """
     held = GpuLocks.none(plan.recipe)
     if plan.hardware.hypothetical:
-        what = "the plan is for GPUs that were only named"
-        return [refuse("plan-hypothetical", what, where="--gpu", fix="leave --gpu out to check this machine")], held
+        return [hypothetical_plan()], held
     context = context_of(plan, **changes)
     # What the planner had to give up, such as the drafter, is shown where a start is decided.
     found = run(context)
@@ -51,6 +51,12 @@ def preflight(plan: Plan, **changes: Any) -> tuple[list[Finding], GpuLocks]:
     return findings, held
 
 
+def hypothetical_plan() -> Finding:
+    """The refusal of a plan that no machine can start."""
+    what = "the plan is for GPUs that were only named"
+    return refuse("plan-hypothetical", what, where="--gpu", fix="leave --gpu out to check this machine")
+
+
 def run(context: Context, checks: Iterable[Check] | None = None) -> list[Finding]:
     """Every finding of every check, refusals first. Never raises: a check that crashes is a finding itself."""
     found = list(context.inventory.findings) if context.uses_gpus else []
@@ -61,6 +67,7 @@ def run(context: Context, checks: Iterable[Check] | None = None) -> list[Finding
             found.append(_crashed(check, exc))
     found = [overruled(finding, context.forced - FIRM.keys()) for finding in found]
     found += _misspelled(context.forced)
+    found = [finding_for(finding, context.recipe) for finding in found]
     return sorted(dict.fromkeys(found), key=lambda finding: ORDER[finding.severity])
 
 

@@ -24,7 +24,7 @@ def check_command(command: str, *, drafting: bool, version: str = PINNED) -> lis
     try:
         words = shlex.split(command)
     except ValueError as exc:
-        return [refuse("command-unreadable", f"the command cannot be split into words: {exc}")]
+        return [refuse("command-unreadable", f"the command cannot be split into words: {exc}", fix="close its quotes")]
     out = [found for word in words if (found := check_image(word)) is not None]
     if any(words[i : i + 2] == ["vllm", "serve"] for i in range(len(words))) and version in recorded_versions():
         out += check_argv(words[words.index("serve") :], version)

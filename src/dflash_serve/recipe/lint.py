@@ -251,13 +251,22 @@ def check_sources(recipe: Recipe, root: Path) -> Found:
     for key, checkpoint in _checkpoints(recipe):
         if checkpoint.path is not None:
             if not (root / checkpoint.path / "config.json").is_file():
-                yield warn("checkpoint-absent", f"{checkpoint.path} has no config.json"), (*key, "path")
+                what = f"{checkpoint.path} has no config.json"
+                yield warn("checkpoint-absent", what, fix="name the directory that has it"), (*key, "path")
             continue
         if not checkpoint.sources:
-            yield refuse("no-source", f"nothing says where {checkpoint.repo} is described"), (*key, "repo")
+            yield (
+                refuse("no-source", f"nothing says where {checkpoint.repo} is described", fix="add sources"),
+                (*key, "repo"),
+            )
         unknown = [name for name in ("revision", "size_bytes") if getattr(checkpoint, name) is None]
         if unknown and not checkpoint.notes:
-            yield refuse("unknown-unnoted", f"{' and '.join(unknown)} unknown without a note"), (*key, unknown[0])
+            yield (
+                refuse(
+                    "unknown-unnoted", f"{' and '.join(unknown)} unknown without a note", fix="look it up, or add notes"
+                ),
+                (*key, unknown[0]),
+            )
         elif "revision" in unknown and not _pins(recipe, root):
             yield (
                 note(
@@ -271,13 +280,20 @@ def check_sources(recipe: Recipe, root: Path) -> Found:
     if expect is not None and expect.source is None and recipe.target.repo is not None:
         for name in ("acceptance_length", "output_tok_s"):
             if getattr(expect, name) is not None:
-                yield refuse("band-without-source", f"nothing says where the {name} band is from"), ("expect", name)
+                what = f"nothing says where the {name} band is from"
+                yield refuse("band-without-source", what, fix="add expect.source"), ("expect", name)
     for number, figure in enumerate(recipe.reported):
         if figure.url is None:
-            yield refuse("figure-without-source", f"{figure.figure!r} has no url"), ("reported", number)
+            yield (
+                refuse("figure-without-source", f"{figure.figure!r} has no url", fix="add its url"),
+                ("reported", number),
+            )
     for number, override in enumerate(recipe.gpu_overrides):
         if override.source is None:
-            yield refuse("override-without-source", f"{override.reason!r} has no source"), ("gpu_overrides", number)
+            yield (
+                refuse("override-without-source", f"{override.reason!r} has no source", fix="add source"),
+                ("gpu_overrides", number),
+            )
 
 
 def check_pins(recipe: Recipe, root: Path) -> Found:
@@ -315,9 +331,13 @@ def check_verified(recipe: Recipe, _: Path) -> Found:
         wanted = ["output_tok_s", *(["acceptance_length"] if recipe.drafter else [])]
         missing = [name for name in wanted if not isinstance(run.figures.get(name), int | float)]
         if missing:
-            yield refuse("verified-incomplete", f"a verified run without {' and '.join(missing)}"), (*key, "figures")
+            what = f"a verified run without {' and '.join(missing)}"
+            yield refuse("verified-incomplete", what, fix="add them as they were measured"), (*key, "figures")
         if run.date > date.today() + timedelta(days=1):
-            yield refuse("verified-future", f"a verified run of {run.date}"), (*key, "date")
+            yield (
+                refuse("verified-future", f"a verified run of {run.date}", fix="give the day of the run"),
+                (*key, "date"),
+            )
         for finding in check_command(run.command, drafting=recipe.drafter is not None, version=run.vllm):
             yield finding, (*key, "command")
 

@@ -77,9 +77,11 @@ def _collect(path: Path, chain: list[Document], below: tuple[Document, ...]) -> 
             f"{below[-1].path.name} extends {'itself through ' if circle else ''}{path.name}"
             f"{'' if circle else ', which another parent extends already'}",
             where=where([below[-1]], ("extends",)),
+            fix="take one of the two out of extends",
         )
     if len(chain) >= MAX_EXTENDS:
-        raise RecipeError(f"{chain[0].path.name} extends more than {MAX_EXTENDS} files", where=str(chain[0].path))
+        what = f"{chain[0].path.name} extends more than {MAX_EXTENDS} files"
+        raise RecipeError(what, where=str(chain[0].path), fix="put what they share into fewer bases")
     chain.append(document)
     for parent in reversed(_parents(document)):
         following = path.parent / f"{parent}.yaml"
@@ -101,6 +103,7 @@ def _parents(document: Document) -> list[str]:
             raise RecipeError(
                 f"extends takes names of recipes or bases, got {str(name)[:60]!r}",
                 where=where([document], ("extends",)),
+                fix="give the name of a file beside this one, without .yaml",
             )
     return names
 

@@ -68,7 +68,7 @@ class Checkpoint(Model):
     """Weights, on the hub (`repo`) or on this machine (`path`, absolute or relative to `recipes/`)."""
 
     repo: RepoId | None = None
-    path: str | None = Field(default=None, description="Directory, relative to recipes/.")
+    path: str | None = Field(default=None, description="Directory, absolute or relative to recipes/.")
     revision: Revision | None = Field(default=None, description="Commit; null when nobody looked it up yet.")
     quantization: str | None = Field(default=None, description="Label as published, for people.")
     subdirectory: (

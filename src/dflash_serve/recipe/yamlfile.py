@@ -21,6 +21,7 @@ from dflash_serve.recipe.schema import Recipe
 
 MAX_BYTES = 64 * 1024  # of a recipe; pin files, which list hashes, get more
 MAX_DEPTH = 32
+MEND = "mend that line: recipes/ has sound examples"
 
 Key = tuple[str | int, ...]
 
@@ -67,14 +68,20 @@ def read_yaml(path: Path, *, max_bytes: int = 16 * MAX_BYTES) -> Document:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as handle:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise RecipeError(f"{path.name} is not a regular file", where=str(path))
+                raise RecipeError(
+                    f"{path.name} is not a regular file", where=str(path), fix="put a file of that name there"
+                )
             raw = handle.read(max_bytes + 1)
     except OSError as exc:
-        raise RecipeError(f"cannot read {path.name}: {exc.strerror}", where=str(path)) from None
+        fix = "check that the file is there and readable for this user"
+        raise RecipeError(f"cannot read {path.name}: {exc.strerror}", where=str(path), fix=fix) from None
     except ValueError:  # a NUL in the name
-        raise RecipeError("cannot read a file of that name", where=repr(str(path))) from None
+        raise RecipeError(
+            "cannot read a file of that name", where=repr(str(path)), fix="give the path of a file"
+        ) from None
     if len(raw) > max_bytes:
-        raise RecipeError(f"{path.name} has more than {max_bytes} bytes", where=str(path))
+        fix = "name a file of this kind: none is nearly as large"
+        raise RecipeError(f"{path.name} has more than {max_bytes} bytes", where=str(path), fix=fix)
     return parse_yaml(raw, path)
 
 
@@ -83,7 +90,8 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as exc:
-        raise RecipeError(f"{path.name} is not UTF-8 text (byte {exc.start})", where=str(path)) from None
+        what = f"{path.name} is not UTF-8 text (byte {exc.start})"
+        raise RecipeError(what, where=str(path), fix="save it as UTF-8") from None
     lines: dict[Key, int] = {}
     try:
         _refuse_deep_and_anchored(text)
@@ -99,16 +107,18 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
         mark = exc.problem_mark or exc.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise RecipeError(
-            f"{path.name} is not valid YAML: {exc.problem or exc.context}", where=f"{path}{line}"
+            f"{path.name} is not valid YAML: {exc.problem or exc.context}", where=f"{path}{line}", fix=MEND
         ) from None
     except yaml.YAMLError as exc:
-        raise RecipeError(f"{path.name} is not valid YAML: {exc}", where=str(path)) from None
+        raise RecipeError(f"{path.name} is not valid YAML: {exc}", where=str(path), fix=MEND) from None
     except (ValueError, TypeError, OverflowError, KeyError, IndexError, AttributeError) as exc:
         # Scalars such as 2026-13-45 or 0x pass the scanner and fail in PyYAML's constructors.
-        raise RecipeError(f"{path.name} holds a value that cannot be read: {exc}", where=str(path)) from None
+        fix = "put the value in quotes when it is a text"
+        raise RecipeError(f"{path.name} holds a value that cannot be read: {exc}", where=str(path), fix=fix) from None
     if not isinstance(data, dict):
         kind = "empty" if data is None else type(data).__name__
-        raise RecipeError(f"{path.name} must be a mapping of keys to values, not {kind}", where=f"{path}:1")
+        what = f"{path.name} must be a mapping of keys to values, not {kind}"
+        raise RecipeError(what, where=f"{path}:1", fix="begin with a line such as name: tiny")
     return Document(path, data, lines)
 
 
@@ -120,9 +130,13 @@ def _index(node: yaml.Node, key: Key, lines: dict[Key, int], path: Path) -> None
                 raise RecipeError("merge keys are not used in recipes", where=_at(path, name), fix="use extends")
             if not isinstance(name, yaml.ScalarNode) or name.tag != "tag:yaml.org,2002:str":
                 shown = repr(name.value[:40]) if isinstance(name, yaml.ScalarNode) else "a collection"
-                raise RecipeError(f"a key must be a string, not {shown}", where=_at(path, name))
+                raise RecipeError(
+                    f"a key must be a string, not {shown}", where=_at(path, name), fix="put the key in quotes"
+                )
             if name.value in seen:
-                raise RecipeError(f"key {name.value[:60]!r} stands twice", where=_at(path, name))
+                raise RecipeError(
+                    f"key {name.value[:60]!r} stands twice", where=_at(path, name), fix="remove one of them"
+                )
             seen.add(name.value)
             inner = (*key, name.value)
             lines[inner] = name.start_mark.line + 1

@@ -74,7 +74,10 @@ def speculative_config(shape: ServingShape, drafter: str | None) -> dict[str, An
     config: dict[str, Any] = {"method": method}
     if method != "mtp":
         if drafter is None:
-            raise UsageError(f"method {shape.text('drafter')} needs the drafter's directory")
+            raise UsageError(
+                f"method {shape.text('drafter')} needs the drafter's directory",
+                fix="add drafter.checkpoint to the recipe",
+            )
         config["model"] = drafter
     config["num_speculative_tokens"] = shape.integer("num_speculative_tokens")
     if rows := shape.text("num_speculative_tokens_per_batch_size"):

@@ -132,7 +132,8 @@ def _limits(values: Mapping[str, Decision], target: TargetFacts, k: int) -> list
             )
         )
     if int(str(values["window"].value)) > target.native_window:
-        found.append(refuse("window", f"the target was trained for {target.native_window} tokens"))
+        what = f"the target was trained for {target.native_window} tokens"
+        found.append(refuse("window", what, fix=f"window: {target.native_window}"))
     if values["dtype"].value == "float16" and values["drafter"].value == "dflash2":
         found.append(refuse("draft-float16", "in float16 the drafter yields NaN (vllm#55250)", fix="dtype: bfloat16"))
     pool = float(str(values["kv_cache_gib"].value))
@@ -145,7 +146,8 @@ def _limits(values: Mapping[str, Decision], target: TargetFacts, k: int) -> list
             )
         )
     if not values["enforce_eager"].value:
-        found.append(refuse("cpu-eager", "on a CPU vLLM compiles for minutes without enforce_eager"))
+        what = "on a CPU vLLM compiles for minutes without enforce_eager"
+        found.append(refuse("cpu-eager", what, fix="enforce_eager: true"))
     return found
 
 

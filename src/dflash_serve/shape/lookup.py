@@ -14,8 +14,9 @@ from dflash_serve.checkpoint.manifest import Manifest
 from dflash_serve.checkpoint.pins import load_pins
 from dflash_serve.checkpoint.presence import presence
 from dflash_serve.errors import CheckpointError
+from dflash_serve.recipe.naming import errors_for
 from dflash_serve.recipe.schema import Checkpoint, Recipe
-from dflash_serve.shape.known import ConfigUnknown, known_drafter, known_target
+from dflash_serve.shape.known import known_drafter, known_target
 
 FactsT = TypeVar("FactsT")
 
@@ -38,14 +39,12 @@ def pair_of(recipe: Recipe) -> Pair:
     """
     drafter, drafter_dir = None, None
     pins = load_pins(recipe.name)
-    try:
+    with errors_for(recipe.name):
         manifest = pins.at("target", recipe.target) if pins else None
         target, target_dir = _side(recipe.target, manifest, read_target, known_target)
         if recipe.drafter is not None and (checkpoint := recipe.drafter.checkpoint) is not None:
             manifest = pins.at("drafter", checkpoint) if pins else None
             drafter, drafter_dir = _side(checkpoint, manifest, read_drafter, known_drafter)
-    except ConfigUnknown as exc:
-        raise ConfigUnknown(exc.what, where=exc.where, fix=f"dflash-serve fetch {recipe.name}") from None
     return Pair(target, drafter, target_dir, drafter_dir)
 
 
@@ -56,5 +55,6 @@ def _side(
     if here.directory is not None:
         return read(here.directory), here.directory if here.whole else None
     if checkpoint.repo is None:
-        raise CheckpointError("no config.json there", where=str(paths.recipes_dir() / (checkpoint.path or "")))
+        where = str(paths.recipes_dir() / (checkpoint.path or ""))
+        raise CheckpointError("no config.json there", where=where, fix="name the checkpoint's directory in the recipe")
     return known(checkpoint.repo), None

@@ -90,7 +90,7 @@ def parse_override(key: str, text: str) -> Any:
         return _schedule(text, value)
     if key == "kv_cache_gib":
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 10_000:
-            raise UsageError(f"--set kv_cache_gib={text}: give a number of GiB")
+            raise UsageError(f"--set kv_cache_gib={text}: give a number of GiB", fix="for example --set kv_cache_gib=8")
         return value
     try:
         if key in _DRAFTER_KEYS:
@@ -101,7 +101,8 @@ def parse_override(key: str, text: str) -> Any:
         return getattr(parsed, "value", parsed)
     except ValidationError as exc:
         message = exc.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise UsageError(f"--set {key}={text}: {message}") from None
+        fix = "the values of each key stand in recipes/schema.json"
+        raise UsageError(f"--set {key}={text}: {message}", fix=fix) from None
 
 
 def _schedule(text: str, value: Any) -> str:

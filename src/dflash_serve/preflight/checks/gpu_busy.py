@@ -27,7 +27,8 @@ def check(context: Context) -> list[Finding]:
     for before in waiting:
         gpu = inventory.device(before.index, before.uuid)
         if gpu is None or not gpu.healthy or gpu.slice != before.slice:
-            out.append(refuse("gpu-busy", "the GPU vanished while its memory was watched", where=before.label))
+            fix = "look what the kernel says of it (sudo dmesg | grep -i xid), or choose other GPUs with --gpus"
+            out.append(refuse("gpu-busy", "the GPU vanished while its memory was watched", where=before.label, fix=fix))
         elif _compute(gpu):
             out += _processes(gpu)
         elif (short := _short(context, inventory, gpu)) is not None:

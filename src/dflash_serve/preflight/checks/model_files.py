@@ -28,7 +28,7 @@ IDS = (
     "checkpoint-missing-tensor",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-FIX = "fetch it again: dflash-serve fetch NAME"
+FIX = "fetch it again: dflash-serve fetch NAME --verify"
 
 
 def check(context: Context) -> list[Finding]:

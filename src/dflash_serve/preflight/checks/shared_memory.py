@@ -29,7 +29,9 @@ def check(context: Context) -> list[Finding]:
     else:
         shm = context.probes.shared_memory()
         if shm is None:
-            return [refuse("shared-memory", f"there is no {probes.SHM}, which several ranks need", where=need.source)]
+            what = f"there is no {probes.SHM}, which several ranks need"
+            fix = f"sudo mount -t tmpfs -o size=8G tmpfs {probes.SHM}"
+            return [refuse("shared-memory", what, where=need.source, fix=fix)]
         where, total, free = f"df {probes.SHM}; {need.source}", shm.total, shm.free
         inside = context.runtime == "container" or context.inventory.host.in_container
         fix = (
