@@ -35,8 +35,8 @@ from steps import HEADS, LAYERS, Case, Step, checks, measured  # noqa: E402
 
 CLOSED = ((128, 8), (128, 16), (64, 4), (64, 8), (32, 2), (32, 4), (32, 8), (16, 2), (16, 4))
 SEQUENTIAL = ((128, 8), (128, 16), (64, 4), (64, 8), (32, 2), (32, 4), (16, 1), (16, 2), (8, 1))
-LAUNCHES = [Launch(*x) for x in CLOSED] + [Launch(*x, True) for x in SEQUENTIAL]
-CHECKED = [Launch(128, 8), Launch(64, 4), Launch(32, 4), Launch(32, 4, True), Launch(128, 8, True)]
+LAUNCHES = [Launch(*x) for x in CLOSED] + [Launch(*x, "sequential") for x in SEQUENTIAL]
+CHECKED = [Launch(128, 8), Launch(64, 4), Launch(32, 4), Launch(32, 4, "sequential"), Launch(128, 8, "sequential")]
 COMMITS = [(16, 4), (32, 4), (64, 8), (128, 8)]
 
 
@@ -47,7 +47,7 @@ def check_cases(rehearse: bool) -> Iterator[tuple[Case, Launch]]:
             (Case(2, 3, dtype, (1, 2)), launch)
             for dtype in dtypes
             for launch in CHECKED[2:4]
-            if dtype == torch.bfloat16 or launch.sequential
+            if dtype == torch.bfloat16 or (launch.form == "sequential")
         )
         return
     for launch in CHECKED:

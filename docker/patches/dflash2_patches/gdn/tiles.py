@@ -88,3 +88,41 @@ def split_dot(x, s, EXACT: tl.constexpr, WIDE: tl.constexpr):
         return tl.dot(x, s, input_precision="tf32")
     high = (s.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # tf32 drops 13 bits
     return tl.dot(x, high, input_precision="tf32") + tl.dot(x, s - high, input_precision="tf32")
+
+
+@triton.jit
+def multiplied(a, b):
+    """For tl.reduce."""
+    return a * b
+
+
+@triton.jit
+def added(S, U, Y, EXACT: tl.constexpr):
+    """S [BV, C] plus U [BV, J] times Y [J, C], float32 on the tf32 units; EXACT as in split_dot, of Y."""
+    if not EXACT:
+        return S + tl.dot(U, Y, input_precision="tf32x3")
+    high = (U.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    S = tl.dot(high, Y, acc=S, input_precision="tf32")
+    return tl.dot(U - high, Y, acc=S, input_precision="tf32")
+
+
+@triton.jit
+def seen(S, X, EXACT: tl.constexpr, WIDE: tl.constexpr):
+    """S [BV, C] times the transpose of X [R, C]; EXACT of X and WIDE of S as in split_dot."""
+    Xt = tl.trans(X)
+    if not EXACT:
+        return tl.dot(S, Xt, input_precision="tf32x3")
+    if not WIDE:
+        return tl.dot(S, Xt, input_precision="tf32")
+    high = (S.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return tl.dot(S - high, Xt, acc=tl.dot(high, Xt, input_precision="tf32"), input_precision="tf32")
+
+
+@triton.jit
+def gated_columns(o, z_ptr, weight_ptr, mask, eps, V: tl.constexpr, SIGMOID: tl.constexpr):
+    """`gated` for outputs o [V, T]."""
+    rstd = tl.rsqrt(tl.sum(o * o, 0) / V + eps)
+    z = tl.load(z_ptr, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(z) if SIGMOID else z * tl.sigmoid(z)
+    weight = tl.load(weight_ptr + tl.arange(0, V)).to(tl.float32)
+    return o * rstd[None, :] * weight[:, None] * gate

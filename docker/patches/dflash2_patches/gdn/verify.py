@@ -26,12 +26,19 @@ class Launch:
     Attributes:
         block_v: rows of the state a program owns; with less than a head the gated norm is a second kernel.
         warps: warps a program.
-        sequential: token by token instead of the closed form.
+        form: `sequential`, token by token; `closed` or `stacked`, all tokens in products (docs/gdn-verification.md).
     """
 
     block_v: int = HEAD_DIM
     warps: int = 8
-    sequential: bool = False
+    form: str = "closed"
+
+
+def launch_for(requests: int, state: torch.dtype) -> Launch:
+    """The fastest launch of those measured for a batch (benchmarks/gdn, sm_90, 48 value heads)."""
+    if state == torch.bfloat16:
+        return Launch(block_v=64, warps=4)
+    return Launch(block_v=32, warps=2) if requests < 4 else Launch(block_v=16, warps=1, form="sequential")
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def verify(
         mixed_qkv: q, k, v after the convolution [tokens, 2 H K + HV V].
         a, b: inputs of decay and write strength [tokens, HV].
         state: [S, HV, V, K], float32 or bfloat16; slot 0 is the null block.
-        slots: the committed state of each request [N] int32.
+        slots: the committed state of each request [N] int32, with any stride.
         layer: index of this layer in `records`.
         cu_seqlens: [N + 1] int32; queries longer than `records.query` are cut there.
         out: [tokens, HV, V], written for every token of a query.
@@ -141,7 +148,7 @@ def verify(
     _check(a.shape == b.shape == out.shape[:2] and a.stride(1) == b.stride(1) == 1, "a and b are not [tokens, HV]")
     _check(state.stride()[1:] == (value_dim * key_dim, key_dim, 1), "the heads of a state slot are not contiguous")
     _check(min(slots.shape[0], plan.rows.shape[0]) >= requests, "slots or plan are shorter than the batch")
-    _check(slots.stride(0) == 1 and cu_seqlens.is_contiguous(), "slots or cu_seqlens are not contiguous")
+    _check(cu_seqlens.is_contiguous(), "cu_seqlens is not contiguous")
     _check(records.key.dtype == mixed_qkv.dtype, "keys are recorded in another dtype than they come in")
     _check(records.delta.shape[3] == value_heads, "records have other value heads than the state")
     gate = norm.gate if norm else out
@@ -172,6 +179,7 @@ def verify(
         b.stride(0),
         state.stride(0),
         gate.stride(0),
+        slots.stride(0),
         out.shape[0],
         state.shape[0],
         records.rows,
@@ -184,8 +192,10 @@ def verify(
         BV=launch.block_v,
         QUERY=query,
         TILE=max(16, triton.next_power_of_2(query)),
-        SQUARINGS=max((query - 1).bit_length() - 1, 0),
-        SEQUENTIAL=launch.sequential,
+        HALF=max(8, triton.next_power_of_2(query)),
+        # N^query = 0 in the closed form; the stacked one has the outputs as one more step.
+        SQUARINGS=query.bit_length() - 1 if launch.form == "stacked" else max((query - 1).bit_length() - 1, 0),
+        FORM=launch.form,
         NORM=fused,
         SIGMOID=norm is not None and norm.activation == "sigmoid",
         EXACT=mixed_qkv.dtype in (torch.bfloat16, torch.float16),
