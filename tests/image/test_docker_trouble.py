@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,10 +134,13 @@ def test_a_user_who_may_not_ask_is_told_what_to_do():
 def test_a_start_that_the_engine_answers_too_late_leaves_no_container(
     docker: FakeDocker, monkeypatch: pytest.MonkeyPatch
 ):
+    created = threading.Event()
+
     def late(body: dict[str, Any]) -> tuple[int, Any]:
         time.sleep(0.9)
         made = docker.add("dflash-serve-tiny", running=False)
         docker.containers[made]["Config"]["Labels"] = body["Labels"]
+        created.set()
         return 201, {"Id": made, "Warnings": []}
 
     stranger = docker.add("dflash-serve-other", running=False)
@@ -144,6 +148,7 @@ def test_a_start_that_the_engine_answers_too_late_leaves_no_container(
     monkeypatch.setattr(runtime, "START_S", 0.4)
     with pytest.raises(StartFailed, match="no Docker engine answers"):
         runtime.start(plan_of())
+    assert created.wait(5)
     assert list(docker.containers) == [stranger]
     assert state.load("tiny") is None
 
