@@ -108,9 +108,16 @@ def test_the_short_list_is_scored_as_the_head_scores(matrix, columns):
     weight[listed[1, 4]] = weight[listed[1, 9]]  # equal scores keep the list's order
     expected_ids, expected = head.exact_reference(x, weight, listed, 16, 1000)
     ids, values = torch.empty(5, 16, dtype=torch.int64), torch.empty(5, 16)
-    shortlist_kernel[(5,)](x, weight, listed, ids, values, x.stride(0), 1000, K=columns, LISTED=32, TOP=16, BK=256)
+    shapes = {"K": columns, "LISTED": 32, "TOP": 16, "BK": 256}
+    shortlist_kernel[(5,)](x, weight, listed, ids, values, x.stride(0), 1000, 500, **shapes)
     assert torch.equal(ids, expected_ids)
     assert torch.equal(values, expected)
+    # Ids that a top-k of NaN left are read inside the head, and NaN stays visible.
+    listed[2, 7], listed[3, 1], x[4, 9] = 2**30, -5, float("nan")
+    shortlist_kernel[(5,)](x, weight, listed, ids, values, x.stride(0), 0, 500, **shapes)
+    assert ((ids >= 0) & (ids < 500)).all()
+    assert values[4].isnan().all()
+    assert not values[:4].isnan().any()
 
 
 @pytest.fixture

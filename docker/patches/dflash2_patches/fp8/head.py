@@ -118,6 +118,7 @@ def exact(hidden: Any, weight: Any, listed: Any, k: int, offset: int = 0) -> tup
             values,
             hidden.stride(0),
             offset,
+            weight.shape[0],
             K=hidden.shape[1],
             LISTED=count,
             TOP=k,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def rows_kernel(
     x_ptr,
     w_ptr,
@@ -83,7 +83,7 @@ def rows_kernel(
             tl.store(arrived_ptr + tile, 0)  # for the next launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset", "V"])
 def shortlist_kernel(
     x_ptr,
     w_ptr,
@@ -92,6 +92,7 @@ def shortlist_kernel(
     values_ptr,
     x_stride,
     offset,
+    V,
     K: tl.constexpr,
     LISTED: tl.constexpr,
     TOP: tl.constexpr,
@@ -103,11 +104,12 @@ def shortlist_kernel(
     """
     token = tl.program_id(0)
     o_s, o_k = tl.arange(0, LISTED), tl.arange(0, BK)
-    listed = tl.load(listed_ptr + token * LISTED + o_s).to(tl.int64)
+    # A top-k of NaN may leave anything here.
+    listed = tl.minimum(tl.maximum(tl.load(listed_ptr + token * LISTED + o_s).to(tl.int64), 0), V - 1)
     x = x_ptr + token.to(tl.int64) * x_stride + o_k
     w = w_ptr + listed[:, None] * K + o_k[None, :]
     acc = tl.zeros((LISTED, BK), tl.float32)
-    for k in range(0, K, BK):
+    for k in tl.range(0, K, BK, num_stages=4):
         if K % BK == 0:
             W = tl.load(w + k)
             X = tl.load(x + k)
