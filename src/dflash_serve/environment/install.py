@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash_serve.environment import marker, pytorch
 from dflash_serve.environment.checks import check_machine, check_space, size_of
+from dflash_serve.environment.existing import PATH_FILE
 from dflash_serve.environment.marker import Marker, locate, python_in
 from dflash_serve.environment.process import CommandFailed
 from dflash_serve.environment.spec import EnvironmentSpec, tree_files
@@ -104,15 +105,25 @@ def _install(spec: EnvironmentSpec, progress: Progress) -> Path:
     if done and not _runs(installer):
         progress.line("its interpreter is gone: installing from the beginning")
         done = ()
-    steps: list[tuple[str, str, Callable[[Step], None]]] = [
-        ("venv", f"engine environment for Python {spec.python_version}", lambda step: _create(spec, installer, step)),
-        ("torch", f"PyTorch {spec.torch_version}", lambda step: _torch(spec, installer, step)),
-        (
-            "packages",
-            f"{spec.distribution} {spec.vllm_version} and what it needs",
-            lambda step: _packages(spec, installer, step),
-        ),
-    ]
+    steps: list[tuple[str, str, Callable[[Step], None]]] = (
+        [
+            ("venv", f"engine environment on {spec.existing.python}", lambda step: _link(spec, installer, step)),
+        ]
+        if spec.existing
+        else [
+            (
+                "venv",
+                f"engine environment for Python {spec.python_version}",
+                lambda step: _create(spec, installer, step),
+            ),
+            ("torch", f"PyTorch {spec.torch_version}", lambda step: _torch(spec, installer, step)),
+            (
+                "packages",
+                f"{spec.distribution} {spec.vllm_version} and what it needs",
+                lambda step: _packages(spec, installer, step),
+            ),
+        ]
+    )
     try:
         for name, title, action in steps:
             if name in done or (name == "torch" and spec.torch_version is None):
@@ -135,6 +146,7 @@ def _install(spec: EnvironmentSpec, progress: Progress) -> Path:
                     torch_build=look.torch_build,
                     size_bytes=size_of(spec.directory),
                     seconds=round(time.monotonic() - started, 1),
+                    existing=spec.existing.identity if spec.existing else None,
                 ),
             )
     finally:
@@ -143,12 +155,28 @@ def _install(spec: EnvironmentSpec, progress: Progress) -> Path:
 
 
 def _create(spec: EnvironmentSpec, installer: Installer, step: Step) -> None:
+    _empty(spec)
+    installer.create(step)
+
+
+def _link(spec: EnvironmentSpec, installer: Installer, step: Step) -> None:
+    """An environment without packages of its own, which finds those of the existing installation."""
+    assert spec.existing is not None
+    _empty(spec)
+    installer.run([str(spec.existing.python), "-m", "venv", "--without-pip", str(spec.directory)], step)
+    _site(spec).joinpath(PATH_FILE).write_text(spec.existing.path_file(), "utf-8")
+
+
+def _site(spec: EnvironmentSpec) -> Path:
+    return spec.directory / "lib" / f"python{spec.python_version}" / "site-packages"
+
+
+def _empty(spec: EnvironmentSpec) -> None:
     for leftover in spec.directory.iterdir():
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover)
         else:
             leftover.unlink()
-    installer.create(step)
 
 
 def _torch(spec: EnvironmentSpec, installer: Installer, step: Step) -> None:
@@ -169,6 +197,13 @@ def _plugin(spec: EnvironmentSpec, installer: Installer, step: Step) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     arguments = ["--no-deps", "--no-build-isolation", "--no-index", str(copy)]
+    if spec.existing is not None:
+        for old in _site(spec).glob("dflash2_patches*"):
+            shutil.rmtree(old)
+        if installer.uv is None:
+            # The installation's own pip, which must leave a plugin alone that lies there.
+            installer.pip(["--ignore-installed", *arguments], step)
+            return
     if installer.has_pip():
         installer.pip(["--force-reinstall", *arguments], step)
     else:
@@ -178,6 +213,9 @@ def _plugin(spec: EnvironmentSpec, installer: Installer, step: Step) -> None:
 def _checked(spec: EnvironmentSpec, installer: Installer, step: Step) -> _Look:
     for _ in range(_REPAIRS):
         look = _look(installer)
+        if spec.existing is not None:
+            # What its owner pruned or edited is not ours to repair; whether vLLM is the one we know, the plugin tells.
+            look = look.model_copy(update={"broken": tuple(name for name in look.broken if name == PLUGIN)})
         names = [name for name in look.broken if "/" not in name]
         for path in set(look.broken) - set(names):
             shutil.rmtree(path, ignore_errors=True)
@@ -197,6 +235,8 @@ def _checked(spec: EnvironmentSpec, installer: Installer, step: Step) -> _Look:
         raise CommandFailed(["check"], 1, [f"error: {PLUGIN} is not installed"])
     if look.broken or look.error:
         raise CommandFailed(["check"], 1, [f"error: {look.error or 'damaged packages: ' + ', '.join(look.broken)}"])
+    if spec.existing is not None:
+        installer.run([str(installer.python), "-I", "-m", "dflash2_patches.cli", "check"], step)
     return look
 
 

@@ -26,6 +26,7 @@ class Marker(BaseModel):
         torch_build: `cpu`, or the CUDA version of PyTorch's build.
         size_bytes: disk space that it takes.
         seconds: what the install took, this run only.
+        existing: identity of the installation that it stands on, None for one of its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -39,6 +40,7 @@ class Marker(BaseModel):
     torch_build: str
     size_bytes: int
     seconds: float
+    existing: str | None = None
 
     def fits(self, spec: EnvironmentSpec) -> bool:
         """Whether the environment is what `spec` asks for."""
@@ -48,6 +50,7 @@ class Marker(BaseModel):
             and self.python_version == spec.python_version
             and self.lock_sha256 == spec.lock_sha256
             and self.patches_sha256 == spec.patches_sha256
+            and self.existing == (spec.existing.identity if spec.existing else None)
         )
 
 

