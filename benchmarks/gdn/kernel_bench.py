@@ -35,8 +35,16 @@ from steps import HEADS, LAYERS, Case, Step, checks, measured  # noqa: E402
 
 CLOSED = ((128, 8), (128, 16), (64, 4), (64, 8), (32, 2), (32, 4), (32, 8), (16, 2), (16, 4))
 SEQUENTIAL = ((128, 8), (128, 16), (64, 4), (64, 8), (32, 2), (32, 4), (16, 1), (16, 2), (8, 1))
-LAUNCHES = [Launch(*x) for x in CLOSED] + [Launch(*x, "sequential") for x in SEQUENTIAL]
-CHECKED = [Launch(128, 8), Launch(64, 4), Launch(32, 4), Launch(32, 4, "sequential"), Launch(128, 8, "sequential")]
+STACKED = ((128, 4), (128, 8), (64, 2), (64, 4), (64, 8), (32, 1), (32, 2), (32, 4))
+FORMS = {"closed": CLOSED, "sequential": SEQUENTIAL, "stacked": STACKED}
+LAUNCHES = [Launch(*x, form) for form, launches in FORMS.items() for x in launches]
+CHECKED = [
+    Launch(128, 8, "stacked"),
+    Launch(64, 4, "stacked"),
+    Launch(32, 2, "stacked"),
+    Launch(32, 4, "sequential"),
+    Launch(64, 4),
+]
 COMMITS = [(16, 4), (32, 4), (64, 8), (128, 8)]
 
 
@@ -96,17 +104,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, no times")
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), help="forms to time")
     parser.add_argument("--workers", type=int, default=0, help="processes that compile beforehand")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop measuring after so long; what's done is kept")
     parser.add_argument("--warm", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = torch.device("cpu" if options.rehearse else "cuda")
+    LAUNCHES[:] = [launch for launch in LAUNCHES if launch.form in options.forms]
     if options.warm:
         warm(*options.warm, device)
         return
     begun = time.monotonic()
     if options.workers:
-        base = [sys.executable, __file__, "--out", "-", "--warm"]
+        base = [sys.executable, __file__, "--out", "-", "--forms", *options.forms, "--warm"]
         running = [subprocess.Popen([*base, str(i), str(options.workers)]) for i in range(options.workers)]
         for process in running:
             process.wait()
@@ -157,7 +167,7 @@ class Report:
         """Fastest launch and commit at this batch; every one is kept in the report."""
         step = Step(case, self.device, 1)
         found: list[tuple[float, Launch]] = []
-        launches = LAUNCHES if self.device.type == "cuda" else LAUNCHES[5:7]
+        launches = LAUNCHES if self.device.type == "cuda" else LAUNCHES[-1:]
         for launch in launches:
             row = self.add("launches", lambda x=launch: {"us": self.per_layer(step.ours(x), case)}, case, launch)
             if row and row["us"] == row["us"]:
