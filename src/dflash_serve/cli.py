@@ -484,14 +484,14 @@ def _invoke(arguments: list[str]) -> int:
     except click.exceptions.Exit as exc:
         return exc.exit_code
     except click.Abort:
-        return _interrupted()
+        return _interrupted(arguments)
     except click.ClickException as exc:
         exc.show()
         return ExitCode.USAGE
     except DFlashError as exc:
         return _report(exc, "--json" in arguments)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _interrupted(arguments)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.DONE
@@ -510,8 +510,9 @@ def _report(exc: DFlashError, as_json: bool) -> int:
     return exc.exit_code
 
 
-def _interrupted() -> int:
-    click.echo("interrupted; nothing was left running", err=True)
+def _interrupted(arguments: list[str]) -> int:
+    # What `up` started it has stopped; a server that is only looked at, or is being stopped, runs on.
+    click.echo("interrupted" + ("; nothing was left running" if arguments[:1] == ["up"] else ""), err=True)
     return ExitCode.INTERRUPTED
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve import errors
+from dflash_serve import cli, errors
 from dflash_serve.findings import note, refuse, warn
 
 
@@ -38,3 +38,26 @@ def test_a_refusal_shows_its_first_reason_and_counts_the_others() -> None:
     assert error.exit_code == 4
     assert error.lines() == ["busy (and 1 more)", "where: GPU 0", "fix: wait"]
     assert len(error.findings) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["up", "tiny"], "interrupted; nothing was left running"),
+        (["logs", "-f"], "interrupted"),
+        (["down"], "interrupted"),
+    ],
+)
+def test_only_up_says_that_nothing_runs(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who stops reading a log leaves its server running."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.cli, "main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"{said}\n"
