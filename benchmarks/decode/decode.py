@@ -5,9 +5,9 @@
     python benchmarks/decode/decode.py --out decode.json --merge stock.json ours.json
 
 Each set runs in a process of its own, with vLLM's environment and docker/patches; the plugin is registered there,
-except in the set `stock`. Weights are dummies from the config.json files in shape27/ (text only), drafts are accepted at
-a given mean length (vLLM's synthetic rejection), so both sides accept alike. A set is started `--starts` times with the
-caches it left; the first start is measured with every batch. A switch is set to 1, or as given: `ours=A,B=8`.
+except in the set `stock`. Weights are dummies from the config.json files in shape27/ (text only); drafts are accepted
+at a given mean length (vLLM's synthetic rejection), so both sides accept alike. A set is started `--starts` times with
+the caches it left; the first start is measured with every batch. A switch is set to 1, or as given: `ours=A,B=8`.
 
 Recorded: tok/s, milliseconds of a step and of its draft, the KV pool, the engine's memory lines, seconds to ready.
 `--dry-run` prints what would run. `--rehearse` runs it on a CPU build with a tiny dense pair, and means nothing.

@@ -97,6 +97,33 @@ def test_the_operator_is_opaque_and_has_a_shape(matrix):
     assert fake.dtype == torch.float16
 
 
+@pytest.mark.parametrize("form", ["plain", "triton", "triton8"])
+def test_a_layers_product_is_one_graph_for_any_number_of_tokens(matrix, form):
+    import torch
+    from dflash2_patches.fp8 import body, gemm
+    from vllm.model_executor.layers.linear import LinearMethodBase
+
+    packed = gemm.pack(matrix(128, 256, torch.float16), form)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(packed.weight, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(packed.scale, requires_grad=False)
+    method, graphs = body.fp8_method(LinearMethodBase)(packed), []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def forward(x):
+        return method.apply(layer, x, None).relu()
+
+    compiled = torch.compile(forward, backend=keep, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (3, 5):
+            x = torch.randn(tokens, 256).to(torch.float16)
+            assert torch.equal(compiled(x), forward(x))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("columns", [512, 300])
 def test_the_short_list_is_scored_as_the_head_scores(matrix, columns):
     import torch

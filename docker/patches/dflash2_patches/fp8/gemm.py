@@ -169,7 +169,7 @@ def tile(num_tokens: int, num_rows: int, num_columns: int, processors: int, a16:
         height = 256 if num_rows >= 16 * 1024 and a16 else 128
     tiles = -(-num_rows // height) * -(-num_tokens // tokens)
     split = 1
-    while tiles * split < 3 * processors and num_columns // (2 * split) >= 512 and split < 8:
+    while tiles * split < 2 * processors and num_columns // (2 * split) >= 512 and split < 8:
         split *= 2
     if tiles > _COUNTERS:
         split = 1
