@@ -35,7 +35,7 @@ from serve_and_measure import HYBRID, facts
 
 SHARE = 0.04  # of the GPU, which must be free when a server starts
 # Fixed, since a server that profiles its memory beside others would count theirs as its own.
-POOL_BYTES = 2 * 2**30
+POOL_BYTES = 2**30
 MEASURING = 60.0  # seconds kept for the measurement when a server doesn't come up
 ALONE, NONE, AGAIN = "target alone", "no patch", "no patch, again"
 ALL, OPTIONAL = "all patches", "all, the optional ones too"
