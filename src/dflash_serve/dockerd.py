@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SOCKET = "/var/run/docker.sock"
+REFUSES = "Docker refuses what was asked of it"
 
 
 def gives_gpus(info: Mapping[str, Any]) -> bool:
@@ -15,6 +16,11 @@ def gives_gpus(info: Mapping[str, Any]) -> bool:
     if isinstance(runtimes, Mapping) and any(str(name).startswith("nvidia") for name in runtimes):
         return True
     return isinstance(devices, list) and any("nvidia.com/gpu" in str(device) for device in devices)
+
+
+def explanation(exc: BaseException) -> str:
+    """What the engine says about what it refuses (an `APIError` of the SDK), on one line."""
+    return " ".join(str(getattr(exc, "explanation", None) or exc).split())[:200]
 
 
 def denied(exc: BaseException | None) -> bool:

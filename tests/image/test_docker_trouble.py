@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from dflash_serve import lifecycle, runs
 from dflash_serve.cli import cli
 from dflash_serve.errors import BuildFailed, StartFailed
+from dflash_serve.image.available import why_not
 from dflash_serve.image.build import BuildOptions, build, find
 from dflash_serve.image.identity import identity
 from dflash_serve.plan.model import Plan
@@ -80,6 +81,8 @@ def test_an_engine_that_refuses_a_look_at_an_image_is_a_failed_build(docker: Fak
     with pytest.raises(BuildFailed, match="Docker refuses") as caught:
         find(identity("cpu"))
     assert "no space left" in caught.value.where
+    docker.answers["GET /info"] = (200, {})
+    assert why_not("cpu") == "Docker refuses what was asked of it: write /var/lib/docker: no space left on device"
 
 
 @pytest.fixture

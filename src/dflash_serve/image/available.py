@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from dflash_serve.dockerd import SOCKET, gives_gpus, no_answer
+from dflash_serve.dockerd import REFUSES, SOCKET, explanation, gives_gpus, no_answer
 
 # A socket that isn't there answers at once; one that hangs must not hold up every plan.
 TIMEOUT_S = 3
@@ -39,6 +39,8 @@ def why_not(name: str) -> str:
                 return f"the image is not built, and its base is not pinned (dflash-serve image resolve {name})"
             if not _buildx():
                 return "the image is not built, and docker has no buildx"
+    except docker.errors.APIError as exc:
+        return f"{REFUSES}: {explanation(exc)}"
     except (docker.errors.DockerException, OSError) as exc:
         return no_answer(exc)[0]
     finally:

@@ -19,7 +19,7 @@ import requests
 
 import docker
 from dflash_serve import paths
-from dflash_serve.dockerd import no_answer
+from dflash_serve.dockerd import REFUSES, explanation, no_answer
 from dflash_serve.errors import BuildFailed
 from dflash_serve.findings import Severity
 from dflash_serve.image.builder import Log, reason
@@ -150,9 +150,8 @@ def connected() -> Iterator[Any]:
         finally:
             client.close()
     except docker.errors.APIError as exc:  # a RequestException too: it answered
-        why = " ".join(str(exc.explanation or exc).split())[:200]
         fix = "the log of the Docker service says more; its disk may be full"
-        raise BuildFailed("Docker refuses what was asked of it", where=why, fix=fix) from None
+        raise BuildFailed(REFUSES, where=explanation(exc), fix=fix) from None
     except (docker.errors.DockerException, requests.RequestException) as exc:
         what, where, fix = no_answer(exc)
         fix += "; without Docker: dflash-serve environment install VARIANT"

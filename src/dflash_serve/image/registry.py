@@ -6,6 +6,7 @@ import re
 
 import docker.errors
 
+from dflash_serve.dockerd import explanation
 from dflash_serve.errors import BuildFailed
 from dflash_serve.image.build import connected
 
@@ -22,7 +23,7 @@ def resolve_digest(reference: str) -> str:
         except docker.errors.APIError as exc:
             raise BuildFailed(
                 f"the registry does not tell the digest of {reference}",
-                where=str(exc.explanation or exc)[:200],
+                where=explanation(exc),
                 fix="try it on a machine that reaches the registry, and commit docker/images.yaml",
             ) from None
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):

@@ -16,6 +16,7 @@ import docker.types
 import requests
 
 from dflash_serve import paths
+from dflash_serve.dockerd import explanation
 from dflash_serve.errors import StartFailed
 from dflash_serve.fsio import atomic_write
 from dflash_serve.plan.model import Plan
@@ -32,7 +33,7 @@ from dflash_serve.runtime.container import (
     describe,
     own_key,
 )
-from dflash_serve.runtime.docker_client import SLOW_S, START_S, engine, explanation, kept_open
+from dflash_serve.runtime.docker_client import SLOW_S, START_S, engine, kept_open
 from dflash_serve.runtime.docker_output import NOBODY, Output, lives
 from dflash_serve.runtime.log import StreamTail
 from dflash_serve.runtime.state import Run

@@ -11,7 +11,7 @@ import docker.errors
 import requests
 
 import docker
-from dflash_serve.dockerd import no_answer
+from dflash_serve.dockerd import REFUSES, explanation, no_answer
 from dflash_serve.errors import StartFailed
 
 # Longer than any grace period: a stop answers when the container has ended.
@@ -53,18 +53,13 @@ def kept_open() -> Iterator[None]:
             _kept.reset(token)
 
 
-def explanation(exc: docker.errors.APIError) -> str:
-    """What the engine says, on one line."""
-    return " ".join(str(exc.explanation or exc).split())[:200]
-
-
 @contextmanager
 def _told() -> Iterator[None]:
     try:
         yield
     except docker.errors.APIError as exc:  # a RequestException too: it answered
         fix = "docker ps -a shows its state, and the log of the Docker service what it met"
-        raise StartFailed("Docker refuses what was asked of it", where=explanation(exc), fix=fix) from None
+        raise StartFailed(REFUSES, where=explanation(exc), fix=fix) from None
     except (docker.errors.DockerException, requests.RequestException) as exc:
         what, where, fix = no_answer(exc)
         raise StartFailed(what, where=where, fix=fix) from None
