@@ -1,6 +1,7 @@
 """Stands in for the engine where a test needs a failure at an exact point; the real one is used in tests/serve.
 
-Arguments: --port N, then --fail PHASE to die in it, --never-ready, --stubborn (ignores SIGTERM).
+Arguments: --port N, then --fail PHASE to die in it, --never-ready, --stubborn (ignores SIGTERM), --leave-core (its
+engine core does not end with it).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--fail", default="")
 parser.add_argument("--never-ready", action="store_true")
 parser.add_argument("--stubborn", action="store_true")
+parser.add_argument("--leave-core", action="store_true")
 args = parser.parse_args()
 
 if args.stubborn:
@@ -43,7 +45,13 @@ for name, line in PHASES:
         print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
         sys.exit(1)
 
-core = subprocess.Popen([sys.executable, "-c", "import time\ntime.sleep(600)", "VLLM::EngineCore"])
+CORE = """
+import os, sys, time
+parent = os.getppid()
+while "--leave-core" in sys.argv or os.getppid() == parent:
+    time.sleep(0.05)
+"""
+core = subprocess.Popen([sys.executable, "-S", "-c", CORE, "VLLM::EngineCore", *sys.argv])
 
 
 def watch() -> None:

@@ -40,7 +40,7 @@ class Recorder:
 
 
 def test_a_start_follows_the_engine_and_a_stop_leaves_nothing(stub_plan: Callable[..., Plan]) -> None:
-    plan = stub_plan()
+    plan = stub_plan("--leave-core")
     run = native.start(plan, PYTHON)
     until_ready(run, Recorder(), limit=30)
     assert native.engine_alive(run)
