@@ -328,6 +328,25 @@ def test_a_server_that_was_not_started_again_any_more_has_failed(docker: FakeDoc
     assert docker.containers == {}
 
 
+def test_who_stays_attached_waits_for_the_next_start(docker: FakeDocker, monkeypatch: pytest.MonkeyPatch):
+    run = restarting(docker, Restarting=True)
+    seen = docker.containers[str(run.container)]
+    looks: list[int] = []
+
+    def look(body: dict[str, Any]) -> tuple[int, Any]:
+        looks.append(docker.count("/stop"))
+        if len(looks) == 10:
+            seen["State"].update(Running=False, Restarting=False, Status="exited", ExitCode=3)
+        return 200, seen
+
+    docker.answers[f"GET /containers/{run.container}/json"] = look
+    monkeypatch.setattr(runs, "WATCH_SECONDS", 0.05)
+    with pytest.raises(StartFailed, match=r"died while serving: .*\(exit 3\)"):
+        runs.attach(run)
+    assert looks[:10] == [0] * 10
+    assert docker.containers == {}
+
+
 # Verbs where Docker is gone
 
 

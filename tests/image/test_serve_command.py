@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from dflash_serve import serve_command
+from dflash_serve.errors import RecipeError
 from dflash_serve.hardware.hypothetical import hypothetical
 from dflash_serve.plan.model import Plan
 from dflash_serve.plan.planner import Request, make_plan
@@ -172,3 +176,27 @@ def test_a_broken_plan(home: Path):
     done = serve(home, file)
     assert done.returncode == 3
     assert str(file) in done.stderr
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def test_where_a_server_answers_nothing_is_checked(home: Path):
+    """Not even whether it serves this plan, which is said."""
+    broken = home / "plan.json"
+    broken.write_text("{}")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever).start()
+        options = ["--only", "preflight", "--unless", f"http://127.0.0.1:{server.server_port}"]
+        done = CliRunner().invoke(serve_command.serve, [str(broken), *options])
+        server.shutdown()
+    assert done.exit_code == 0, done.output
+    assert "of this plan or another: nothing is checked" in done.output
+    done = CliRunner().invoke(serve_command.serve, [str(broken), *options])
+    assert isinstance(done.exception, RecipeError)
