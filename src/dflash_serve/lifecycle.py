@@ -60,12 +60,15 @@ def up(
         published_address(plan)  # an image may be built before the container is described
     with ExitStack() as stack:
         stack.enter_context(interruptible())
+        lock = paths.locks_home() / f"run-{plan.recipe}.lock"
         try:
-            stack.enter_context(locked(paths.locks_home() / f"run-{plan.recipe}.lock", timeout=0))
+            stack.enter_context(locked(lock, timeout=0))
         except TimeoutError:
             raise UsageError(
                 f"another start of {plan.recipe} is under way", fix="wait for it: dflash-serve status"
             ) from None
+        except OSError as exc:
+            raise state.cannot_write(lock, exc) from None
         refuse_if_served(plan)
         locks = check_machine(plan, progress, require_pins=require_pins)
         stack.callback(locks.close)

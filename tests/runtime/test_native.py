@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dflash_serve import runs
+from dflash_serve import lifecycle, runs
 from dflash_serve.errors import StartFailed
 from dflash_serve.plan.model import Plan
+from dflash_serve.progress import SilentProgress
 from dflash_serve.runtime import native, state
 from dflash_serve.runtime.log import last_lines
 from dflash_serve.runtime.phases import PhaseTracker
@@ -157,6 +158,13 @@ def test_a_log_that_cannot_be_opened_is_told(stub_plan: Callable[..., Plan], hom
     (home / "state/runs/stub/server.log").write_text("of the start before")
     with pytest.raises(StartFailed, match="cannot write the run's files"):
         native.start(stub_plan(), PYTHON)
+
+
+def test_a_state_directory_that_is_none_is_told(stub_plan: Callable[..., Plan], home: Path) -> None:
+    plan = stub_plan()
+    (home / "state").write_text("a file")
+    with pytest.raises(StartFailed, match="cannot write the run's files: Not a directory"):
+        lifecycle.up(plan, SilentProgress(), start_timeout=1)
 
 
 def test_the_end_of_a_log_is_whole_lines(tmp_path: Path) -> None:
