@@ -368,6 +368,33 @@ def test_a_quantized_drafter_keeps_its_own_weights(body):
     assert not hasattr(model, "_dflash2_context")
 
 
+@pytest.mark.parametrize("fault", ["raises", "wrong", "nan"])
+def test_a_product_that_does_not_work_here_leaves_everything_as_it_is(body, drafter, fault, monkeypatch):
+    import dataclasses
+
+    from dflash2_patches.fp8 import gemm, rows
+    from dflash2_patches.patches import fp8_draft_body, fp8_draft_head
+
+    def product(x, weight, scale, num_rows, num_columns):
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return rows.product(x, weight, scale) * (1.1 if fault == "wrong" else float("nan"))
+
+    says = "RuntimeError: no kernel image" if fault == "raises" else "its relative error is"
+    monkeypatch.setitem(gemm.FORMS, "plain", dataclasses.replace(gemm.FORMS["plain"], product=product))
+    gemm.trial.cache_clear()
+    try:
+        model, heads = body[0](), drafter()
+        weights = {name: p.data_ptr() for name, p in model.named_parameters()}
+        said = fp8_draft_body.convert(SimpleNamespace(model=model))
+        assert said.startswith(f"its own weights: the product plain doesn't work here ({says}")
+        assert {name: p.data_ptr() for name, p in model.named_parameters()} == weights
+        assert f"the product plain doesn't work here ({says}" in fp8_draft_head.attach(heads)
+        assert "_dflash2_head" not in heads.__dict__
+    finally:
+        gemm.trial.cache_clear()
+
+
 def test_another_kind_of_drafter_is_left_alone():
     from dflash2_patches.patches import fp8_draft_body, fp8_draft_head
 

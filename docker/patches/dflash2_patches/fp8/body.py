@@ -18,11 +18,13 @@ class Converted:
     Attributes:
         matrices: how many, by form.
         kept: why a matrix stayed as it was, by module name.
+        failed: the product whose trial failed and why; nothing is converted then.
         before, after: bytes of the converted matrices.
     """
 
     matrices: dict[str, int] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
     before: int = 0
     after: int = 0
 
@@ -33,6 +35,8 @@ class Converted:
         self.after += packed.nbytes
 
     def __str__(self) -> str:
+        if self.failed:
+            return f"its own weights: the product {self.failed}"
         done = ", ".join(f"{count} by {form}" for form, count in sorted(self.matrices.items())) or "none"
         text = f"{sum(self.matrices.values())} matrices in fp8 ({done}), {self.before / 2**20:.0f} MiB are now "
         text += f"{self.after / 2**20:.0f} MiB"
@@ -55,17 +59,20 @@ def convert(model: Any, linear_base: type, method_base: type, plain: type) -> Co
     if not hasattr(model, "_num_attn_layers"):
         # Dummy weights: no loader ran this. It reads the layers' plain weights, so it comes before they are replaced.
         model._build_fused_kv_buffers()
-    method = fp8_method(method_base)
-    layer: Any
-    for name, layer in model.named_modules():
-        if isinstance(layer, linear_base) and name.startswith(_ROOTS):
-            packed = _packed(layer, plain)
-            if isinstance(packed, str):
-                done.kept[name] = packed
-                continue
-            done.add(packed, layer.weight.nbytes)
-            _replace(layer, packed)
-            layer.quant_method = method(packed)
+    method, layers = fp8_method(method_base), _layers(model, linear_base)
+    weights: list[Any] = [getattr(layer, "weight", None) for _, layer in layers]
+    for form, weight in {_form(weight): weight for weight in weights if _form(weight)}.items():
+        if why := gemm.trial(form, weight.dtype, weight.device):
+            done.failed = f"{form} doesn't work here ({why})"
+            return done
+    for name, layer in layers:
+        packed = _packed(layer, plain)
+        if isinstance(packed, str):
+            done.kept[name] = packed
+            continue
+        done.add(packed, layer.weight.nbytes)
+        _replace(layer, packed)
+        layer.quant_method = method(packed)
     _context(model, done)
     return done
 
@@ -77,14 +84,25 @@ def _packed(layer: Any, plain: type) -> gemm.Packed | str:
     return _pack(getattr(layer, "weight", None))
 
 
-def _pack(weight: Any) -> gemm.Packed | str:
+def _layers(model: Any, linear_base: type) -> list[tuple[str, Any]]:
+    """The linear layers that are converted, with their names."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, linear_base) and n.startswith(_ROOTS)]
+
+
+def _form(weight: Any) -> str | None:
+    """The product for a weight; None where it can't be converted."""
     import torch
 
     if weight is None or weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16):
-        return "its weight is no bfloat16 matrix"
-    form = gemm.choose(capability(weight.device), *weight.shape)
+        return None
+    return gemm.choose(capability(weight.device), *weight.shape)
+
+
+def _pack(weight: Any) -> gemm.Packed | str:
+    form = _form(weight)
     if form is None:
-        return f"no fp8 product for {tuple(weight.shape)} on this device"
+        shape = "its weight" if weight is None else f"{str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)}"
+        return f"no fp8 product for {shape} on this device"
     return gemm.pack(weight.data, form)
 
 
@@ -107,7 +125,7 @@ def _replace(layer: Any, packed: gemm.Packed) -> None:
 def fp8_method(method_base: type) -> type:
     """A linear method that multiplies with the layer's packed parameters."""
 
-    class DraftFp8Method(method_base):  # type: ignore[misc]
+    class DraftFp8Method(method_base):
         """Row-wise fp8 made online from a drafter's plain weights."""
 
         def __init__(self, packed: gemm.Packed) -> None:

@@ -13,6 +13,7 @@ Each way ("form") packs the rows once, at load, and multiplies in every step:
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,6 +109,31 @@ def multiply(packed: Packed, x: Any, bias: Any | None = None) -> Any:
     return out if bias is None else out + bias
 
 
+# Relative error that a rounding of the output, or of the activations to e4m3 as well, explains.
+_ALLOWED = {"cutlass": 0.045, "triton8": 0.045}
+_ALLOWED_A16 = 0.006
+
+
+@functools.cache
+def trial(form: str, dtype: Any, device: Any) -> str:
+    """Multiply a small matrix; what went wrong, or an empty text. Once a process for each form.
+
+    A wheel may lack a product's code for a device that could run it; that shows at the first launch only.
+    """
+    import torch
+
+    try:
+        weight = torch.randn(256, 1024, device=device).to(dtype)
+        x = torch.randn(8, 1024, device=device).to(dtype)
+        found, expected = multiply(pack(weight, form), x).float(), rows.product(x, *rows.quantize_rows(weight)).float()
+        error = ((found - expected).norm() / expected.norm()).item()
+    except Exception as raised:
+        text = (str(raised).splitlines() or [""])[0]
+        return f"{type(raised).__name__}: {text}"
+    # NaN compares false, so it never passes.
+    return "" if error < _ALLOWED.get(form, _ALLOWED_A16) else f"its relative error is {error:.3g}"
+
+
 @dataclass(frozen=True)
 class Form:
     """`lay_out(values, scales, dtype) -> (weight, scale)`; `product(x [tokens, columns], weight, scale, rows, columns)`
@@ -169,7 +195,8 @@ def tile(num_tokens: int, num_rows: int, num_columns: int, processors: int, a16:
         height = 256 if num_rows >= 16 * 1024 and a16 else 128
     tiles = -(-num_rows // height) * -(-num_tokens // tokens)
     split = 1
-    while tiles * split < 2 * processors and num_columns // (2 * split) >= 512 and split < 8:
+    wanted = processors if tokens == 128 else 2 * processors  # as many as are resident
+    while tiles * split < wanted and num_columns // (2 * split) >= 512 and split < 8:
         split *= 2
     if tiles > _COUNTERS:
         split = 1

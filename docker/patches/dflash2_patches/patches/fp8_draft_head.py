@@ -42,6 +42,8 @@ def attach(model: Any) -> str:
     if weight is not None and weight.ndim == 2:
         form = gemm.choose(body.capability(weight.device), *weight.shape)
     why = head.refusal(lm_head, processor, form, model.model.candidate_selector.top_k, count)
+    if not why and form is not None and (failed := gemm.trial(form, weight.dtype, weight.device)):
+        why = f"the product {form} doesn't work here ({failed})"
     if why or form is None:
         return f"candidates come from the shared LM head: {why}"
     copy = gemm.pack(weight.data, form)
