@@ -77,9 +77,14 @@ def test_a_product_can_be_asked_for(monkeypatch):
     assert gemm.choose((8, 0), 6144, 5120) is None  # no fp8 there, and nothing else was asked for
     monkeypatch.setenv(gemm.FORM, "plain")
     assert gemm.choose(None, 7, 5) == "plain"
-    monkeypatch.setenv(gemm.FORM, "fastest")
-    with pytest.raises(ValueError, match="DFLASH2_FP8_GEMM=fastest: one of cutlass, marlin"):
-        gemm.choose((9, 0), 6144, 5120)
+    monkeypatch.setenv(gemm.FORM, "triton@16384, marlin")
+    assert gemm.choose((9, 0), 16384, 5120) == "triton"
+    assert gemm.choose((9, 0), 6144, 5120) == "marlin"
+    assert gemm.choose((8, 0), 16384, 5120) == "marlin"
+    for wrong in ("fastest", "marlin@many", "marlin,"):
+        monkeypatch.setenv(gemm.FORM, wrong)
+        with pytest.raises(ValueError, match=r"DFLASH2_FP8_GEMM=.* forms: cutlass, marlin, plain"):
+            gemm.choose((7, 0), 6144, 5120)
 
 
 @pytest.mark.parametrize("tokens", [7, 8, 56, 128, 512])

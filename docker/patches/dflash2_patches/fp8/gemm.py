@@ -8,7 +8,8 @@ Each way ("form") packs the rows once, at load, and multiplies in every step:
     triton8    kernels.rows_kernel, activations rounded to fp8 inside; sm_89 and newer
     plain      PyTorch, widened at every use: the reference, on any device
 
-`choose` is the only place that decides; `DFLASH2_FP8_GEMM` overrides it.
+`choose` is the only place that decides, by `PREFERRED` or `DFLASH2_FP8_GEMM`: forms separated by commas, of which the
+first that fits is taken; `FORM@ROWS` is for matrices of at least so many rows (`triton@16384,marlin`).
 """
 
 from __future__ import annotations
@@ -71,12 +72,14 @@ def choose(capability: tuple[int, int] | None, num_rows: int, num_columns: int) 
         capability: CUDA compute capability; None on any other device.
         num_rows: outputs. num_columns: inputs.
     """
-    forced = os.environ.get(FORM, "").strip().lower()
-    if forced:
-        if forced not in FORMS:
-            raise ValueError(f"{FORM}={forced}: one of {', '.join(sorted(FORMS))}")
-        return forced if fits(forced, capability, num_rows, num_columns) else None
-    return next((form for form in PREFERRED if fits(form, capability, num_rows, num_columns)), None)
+    wanted = os.environ.get(FORM, "").strip().lower() or PREFERRED
+    for entry in wanted.split(","):
+        form, _, least = entry.strip().partition("@")
+        if form not in FORMS or not (least or "0").isdigit():
+            raise ValueError(f"{FORM}={wanted}: {entry!r} is no FORM or FORM@ROWS; forms: {', '.join(sorted(FORMS))}")
+        if num_rows >= int(least or 0) and fits(form, capability, num_rows, num_columns):
+            return form
+    return None
 
 
 def fits(form: str, capability: tuple[int, int] | None, num_rows: int, num_columns: int) -> bool:
@@ -321,5 +324,5 @@ FORMS = {
     "triton8": Form(_row_layout, _triton8),
     "plain": Form(_as_they_are, _plain),
 }
-# The first that fits. benchmarks/draft_step compares them.
-PREFERRED = ("marlin", "cutlass")
+# In order of preference. benchmarks/draft_step compares them.
+PREFERRED = "marlin,cutlass"
