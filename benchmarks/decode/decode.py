@@ -37,7 +37,7 @@ KEPT = re.compile(
     r"KV cache|Maximum concurrency|Model loading took|torch\.compile|Graph capturing|init engine|padding layers"
     r"|dflash2_patches|\[fp8-|\[kv-grouping|\[gdn|candidates come|the drafter has"
 )
-POOL = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
 
 
 def main() -> None:

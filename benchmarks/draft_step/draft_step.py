@@ -316,7 +316,32 @@ def summary(data: dict[str, Any]) -> dict[str, Any]:
     upto16 = [r for row in data["chain"] if row["times"] and row["B"] <= 16 for r in [chain[f"B={row['B']}"]]]
     ways = set.intersection(*(set(r) for r in upto16)) if upto16 else set()
     worst = {name: max(r[name] for r in upto16) for name in sorted(ways)}
-    return {"best": best, "chain_ratio": chain, "chain_ratio_worst_1_to_16": worst}
+    return {"best": best, "sums": sums(data), "chain_ratio": chain, "chain_ratio_worst_1_to_16": worst}
+
+
+def sums(data: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds of all matrices of a step, each as often as it occurs: by product, and with the best of each matrix.
+
+    The best is one product for a matrix at every batch up to 16, since a layout is chosen when the model is loaded.
+    """
+    counts = {name: count for name, (count, _, _) in steps.matrices(memory.DrafterShape(**data["shape"])).items()}
+    rows = [row for row in data["matrices"] if row["times"]]
+    totals: dict[str, dict[int, float]] = {}
+    small: dict[str, dict[str, float]] = {}
+    for row in rows:
+        for way, t in row["times"].items():
+            by_batch = totals.setdefault(way, {})
+            by_batch[row["B"]] = round(by_batch.get(row["B"], 0.0) + counts[row["matrix"]] * t["us"], 1)
+            if row["B"] <= 16 and way != "stock":
+                held = small.setdefault(row["matrix"], {})
+                held[way] = held.get(way, 0.0) + t["us"]
+    mix = {matrix: min(held, key=lambda way, held=held: held[way]) for matrix, held in small.items()}
+    for row in rows:
+        if row["matrix"] in mix:
+            by_batch = totals.setdefault("best of each", {})
+            us = row["times"][mix[row["matrix"]]]["us"]
+            by_batch[row["B"]] = round(by_batch.get(row["B"], 0.0) + counts[row["matrix"]] * us, 1)
+    return {"us": totals, "best_of_each": mix}
 
 
 if __name__ == "__main__":
