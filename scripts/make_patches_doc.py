@@ -50,7 +50,8 @@ def section(record: Record) -> str:
     out = [f"### {record.id}", "", f"{record.title}. *{record.kind}: {KINDS[record.kind]}.*", ""]
     out += [f"- **What users saw:** {record.saw}", f"- **What it does:** {record.does}."]
     if record.switch:
-        out.append(f"- **Switch:** off unless `{record.switch}=1`.")
+        where = f"on by plans for compute capability {', '.join(record.measured)}, where it was measured to win; "
+        out.append(f"- **Switch:** `{record.switch}`, {where if record.measured else ''}off elsewhere.")
     out.append(f"- **Goes when:** {record.drop_when}.")
     out += ["- **Relies on:** " + ", ".join(f"`{place.removeprefix('vllm.')}`" for place in record.touches)]
     out.append(f"- **Upstream:** {links}")

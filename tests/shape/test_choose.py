@@ -11,6 +11,7 @@ from dflash_serve.recipe.catalogue import find
 from dflash_serve.shape.choose import choose
 from dflash_serve.shape.known import known_drafter, known_target
 from dflash_serve.shape.lookup import pair_of
+from dflash_serve.shape.patched import Patched
 
 from .conftest import GPUS, W4A16, ids, shape_of
 
@@ -297,7 +298,7 @@ def test_no_drafter_by_command_line() -> None:
 
 
 def test_balanced_grouping_grows_the_pool() -> None:
-    plain, balanced = shape_of(LONG, "2x5090"), shape_of(LONG, "2x5090", grouping="balanced")
+    plain, balanced = shape_of(LONG, "2x5090"), shape_of(LONG, "2x5090", patched=Patched("balanced"))
     assert plain.budget is not None
     assert balanced.budget is not None
     assert balanced.budget.layout.groups == 9

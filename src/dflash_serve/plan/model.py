@@ -93,11 +93,18 @@ class OverlayDecision(Part):
 
 
 class PatchDecision(Part):
-    """Outcome of one patch for the engine's version."""
+    """Outcome of one patch for the engine's version.
+
+    Attributes:
+        switch: environment variable that an optional patch reads.
+        setting: what it is set to when the patch is applied; None for patches that are always on.
+    """
 
     id: str
     outcome: Literal["applied", "skipped", "refused"]
     reason: str
+    switch: str | None = None
+    setting: Literal["auto", "on"] | None = None
 
 
 class MemoryPart(Part):

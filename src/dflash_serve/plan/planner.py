@@ -22,7 +22,7 @@ from dflash_serve.overlay.spec import SnapshotSource, overlay_path
 from dflash_serve.overlay.validate import served_drafter, served_target, validate_pair
 from dflash_serve.plan import model
 from dflash_serve.plan.container import decide_runtime
-from dflash_serve.plan.patches import patch_decisions
+from dflash_serve.plan.patches import patch_decisions, switches
 from dflash_serve.plan.prospects import expectations, exported
 from dflash_serve.recipe import catalogue
 from dflash_serve.recipe.naming import errors_for, finding_for
@@ -31,9 +31,9 @@ from dflash_serve.shape.arguments import Endpoint, arguments
 from dflash_serve.shape.arguments import environment as shape_environment
 from dflash_serve.shape.choose import choose
 from dflash_serve.shape.cpu import choose_cpu
-from dflash_serve.shape.kv_groups import Grouping
 from dflash_serve.shape.lookup import Pair, pair_of
 from dflash_serve.shape.model import ServingShape
+from dflash_serve.shape.patched import Patched
 from dflash_serve.version import __version__
 
 # How the server is started. `vllm serve` needs package metadata named vllm, which the CPU build does not have.
@@ -92,8 +92,10 @@ def _make_plan(request: Request) -> model.Plan:
     inventory, indices, said = choose_devices(inventory, request.gpus)
     spec = environment.spec_for(variant)
     pair = pair_of(recipe)
-    patches = patch_decisions(spec.vllm_version)
-    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request.overrides, indices, _grouping(patches))
+    used = [gpu for gpu in inventory.gpus if indices is None or gpu.index in indices] if variant == "cuda" else []
+    capabilities = {gpu.compute_capability for gpu in used if gpu.compute_capability}
+    patches = patch_decisions(spec.vllm_version, capabilities, recipe.engine.patches)
+    shape = _shape(recipe, pair, inventory, variant, spec.vllm_version, request.overrides, indices, _patched(patches))
     findings = [*said, *_class(recipe, inventory, shape), *shape.findings]
     overlays = _overlays(recipe, pair, shape, spec.vllm_version)
     findings += _pair_findings(pair, shape, overlays, spec.vllm_version)
@@ -142,7 +144,7 @@ def _make_plan(request: Request) -> model.Plan:
             served_model_name=served_name,
             key_file=str(paths.run_dir(recipe.name) / "api.key"),
         ),
-        environment={**_environment(shape, inventory), **exported(expectations(recipe, shape))},
+        environment={**_environment(shape, inventory), **switches(patches), **exported(expectations(recipe, shape))},
         argv=arguments(shape, recipe, endpoint),
         expectations=expectations(recipe, shape),
         findings=tuple(findings),
@@ -205,7 +207,7 @@ def _shape(
     vllm_version: str,
     overrides: Mapping[str, str],
     indices: tuple[int, ...] | None,
-    grouping: Grouping,
+    patched: Patched,
 ) -> ServingShape:
     if variant == "cpu":
         ram = inventory.host.memory_limit or inventory.host.ram_total or 0
@@ -222,14 +224,14 @@ def _shape(
         overrides=overrides,
         target_dir=pair.target_dir,
         drafter_dir=pair.drafter_dir,
-        grouping=grouping,
+        patched=patched,
     )
 
 
-def _grouping(patches: tuple[model.PatchDecision, ...]) -> Grouping:
-    """How the KV layers are grouped: the plugin's way where its patch is on."""
-    on = any(patch.id == "kv-grouping" and patch.outcome == "applied" for patch in patches)
-    return "balanced" if on else "vllm"
+def _patched(patches: tuple[model.PatchDecision, ...]) -> Patched:
+    """What the patches change about memory."""
+    applied = [patch for patch in patches if patch.outcome == "applied"]
+    return Patched.of([patch.id for patch in applied], [patch.id for patch in applied if patch.setting == "on"])
 
 
 def _pair_findings(pair: Pair, shape: ServingShape, overlays: list[Decided], vllm_version: str) -> list[Finding]:

@@ -295,6 +295,10 @@ class Engine(Model):
     """Which engine build serves it. `auto`: cuda where an NVIDIA GPU is found, else cpu."""
 
     variant: Literal["auto", "cuda", "cpu"] = "cuda"
+    patches: dict[Name, Literal["auto", "on", "off"]] = Field(
+        default_factory=dict,
+        description="Optional patches by id; auto, the default, is on where the patch was measured to win.",
+    )
 
 
 class Recipe(Model):

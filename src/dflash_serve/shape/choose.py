@@ -17,10 +17,10 @@ from dflash_serve.shape.candidates import BATCHED, MIN_WINDOW, Candidate, Sizing
 from dflash_serve.shape.constants import GIB, constants
 from dflash_serve.shape.decisions import Request, decisions
 from dflash_serve.shape.drafting import Drafting
-from dflash_serve.shape.kv_groups import Grouping
 from dflash_serve.shape.machine import Machine, freest, machine
 from dflash_serve.shape.memory import Shape
 from dflash_serve.shape.model import KEYS, Decision, ServingShape
+from dflash_serve.shape.patched import STOCK, Patched
 from dflash_serve.shape.tables import quirk_table, weight_factor
 from dflash_serve.shape.weights import Checkpoints
 from dflash_serve.shape.wishes import Wishes, wishes
@@ -39,7 +39,7 @@ def choose(
     overrides: Mapping[str, str] | None = None,
     target_dir: Path | None = None,
     drafter_dir: Path | None = None,
-    grouping: Grouping = "vllm",
+    patched: Patched = STOCK,
 ) -> ServingShape:
     """The serving shape of a recipe on the GPUs of an inventory.
 
@@ -47,7 +47,7 @@ def choose(
         gpus: indices to use; all healthy ones when None.
         overrides: `--set` values as text; they meet the same limits as automatic ones.
         target_dir, drafter_dir: snapshots; their safetensors headers then give the exact sizes.
-        grouping: `balanced` where the plugin groups the KV layers itself.
+        patched: optional patches of the plugin that change what is allocated.
 
     Returns:
         A shape in any case; when it can't start, its findings say why and what would fit.
@@ -57,7 +57,7 @@ def choose(
         CheckpointError: a checkpoint whose tensor sizes are not known.
     """
     gpu = machine(inventory, gpus)
-    request = _request(recipe, target, drafter, gpu, overrides, vllm_version, grouping, target_dir, drafter_dir)
+    request = _request(recipe, target, drafter, gpu, overrides, vllm_version, patched, target_dir, drafter_dir)
     size = _int(_tensor_parallel(request, _draft(request)))
     if size < gpu.count:
         # The rest stays idle, so let it be the busiest.
@@ -73,7 +73,7 @@ def _request(
     gpu: Machine,
     overrides: Mapping[str, str] | None,
     vllm_version: str,
-    grouping: Grouping,
+    patched: Patched,
     target_dir: Path | None,
     drafter_dir: Path | None,
 ) -> Request:
@@ -85,7 +85,7 @@ def _request(
         machine=gpu,
         wishes=wishes(recipe, overrides, _rules(recipe, gpu)),
         vllm_version=vllm_version,
-        grouping=grouping,
+        patched=patched,
         found=gpu.count,
     )
 
@@ -191,6 +191,7 @@ def _problem(
     fixed_pool = wish("kv_cache_gib")
     major = gpu.capability[0]
     gdn = target.gdn is not None
+    state_dtype = str(ssm.value) if ssm else "auto"
     base = Shape(
         tensor_parallel=_int(tp),
         window=target.native_window,
@@ -198,7 +199,7 @@ def _problem(
         max_num_batched_tokens=BATCHED[0],
         utilization=0.9,
         draft_tokens=draft.k,
-        ssm_cache_dtype=str(ssm.value) if ssm else "auto",
+        ssm_cache_dtype=state_dtype,
         model_dtype=dtype,
         prefix_caching=prefix_caching,
         eager=bool(eager.value),
@@ -207,7 +208,9 @@ def _problem(
         probabilistic=sampling is not None and sampling.value == "probabilistic",
         prompt_logprobs=bool(logprobs.value) if logprobs else True,
         state_checkpoint=backends.state_export(major, request.vllm_version, gdn=gdn, prefix_caching=prefix_caching),
-        grouping=request.grouping,
+        grouping=request.patched.grouping,
+        one_state=target.gdn is not None
+        and request.patched.keeps_one_state(draft.k, state_dtype if state_dtype != "auto" else target.gdn.ssm_dtype),
         kv_cache_bytes=int(float(str(fixed_pool.value)) * GIB) if fixed_pool else None,
         weight_factor=weight_factor(target, gpu.architecture)[0],
         vllm_version=request.vllm_version,

@@ -10,7 +10,10 @@ import click
 from dflash_serve.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_serve.shape.kv_groups import Grouping
+    from collections.abc import Mapping
+
+    from dflash_serve.hardware.model import Inventory
+    from dflash_serve.shape.patched import Patched
 
 
 @click.command()
@@ -22,11 +25,11 @@ if TYPE_CHECKING:
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override one value of the shape.")
 @click.option("--vllm", "vllm_version", default="0.33.0", show_default=True, metavar="VERSION")
 @click.option(
-    "--grouping",
-    type=click.Choice(["vllm", "balanced"]),
-    default="vllm",
-    show_default=True,
-    help="Who groups the KV layers: stock vLLM, or our plugin.",
+    "--patch",
+    "wanted",
+    multiple=True,
+    metavar="ID=on|off",
+    help="An optional patch, instead of what the plan would decide; `--patch all=off` is stock vLLM.",
 )
 @click.option("--explain", is_flag=True, help="Every part with its formula, every value with its reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
@@ -38,7 +41,7 @@ def fit(
     kv: str | None,
     settings: tuple[str, ...],
     vllm_version: str,
-    grouping: Grouping,
+    wanted: tuple[str, ...],
     explain: bool,
     as_json: bool,
 ) -> None:
@@ -50,7 +53,6 @@ def fit(
       dflash-serve fit qwen3.8-27b-fp8 --gpu 1xh200 --window 131072 --seqs 16 --explain
     """
     from dflash_serve.checkpoint.pins import pinned
-    from dflash_serve.hardware.model import Inventory
     from dflash_serve.recipe.catalogue import find
     from dflash_serve.shape.choose import choose
     from dflash_serve.shape.lookup import pair_of
@@ -79,7 +81,7 @@ def fit(
         inventory,
         vllm_version=vllm_version,
         overrides=overrides,
-        grouping=grouping,
+        patched=_patched(inventory, vllm_version, recipe.engine.patches, wanted),
         target_dir=pair.target_dir,
         drafter_dir=pair.drafter_dir,
     )
@@ -87,6 +89,22 @@ def fit(
         click.echo(json.dumps(as_data(recipe.name, shape), indent=2))
     else:
         print_fit(recipe.name, shape, explain=explain)
+
+
+def _patched(inventory: Inventory, version: str, recipe: Mapping[str, str], wanted: tuple[str, ...]) -> Patched:
+    """The optional patches as the plan would decide them, with the command line's wishes over the recipe's."""
+    from dflash_serve.plan.patches import optional_patches, patch_decisions
+    from dflash_serve.shape.patched import Patched
+
+    wishes = dict(recipe)
+    for wish in wanted:
+        name, _, value = wish.partition("=")
+        if value not in ("on", "off", "auto"):
+            raise UsageError(f"--patch takes ID=on or ID=off, not {wish!r}", fix="for example --patch kv-grouping=on")
+        wishes |= dict.fromkeys(optional_patches(), value) if name == "all" else {name: value}
+    found = {gpu.compute_capability for gpu in inventory.gpus if gpu.compute_capability}
+    applied = [patch for patch in patch_decisions(version, found, wishes) if patch.outcome == "applied"]
+    return Patched.of([patch.id for patch in applied], [patch.id for patch in applied if patch.setting == "on"])
 
 
 def _overrides(settings: tuple[str, ...]) -> dict[str, str]:

@@ -9,9 +9,9 @@ from dflash_serve.recipe.schema import Goal, Recipe
 from dflash_serve.shape.candidates import Candidate
 from dflash_serve.shape.constants import GIB
 from dflash_serve.shape.drafting import Drafting
-from dflash_serve.shape.kv_groups import Grouping
 from dflash_serve.shape.machine import Machine
 from dflash_serve.shape.model import Decision
+from dflash_serve.shape.patched import Patched
 from dflash_serve.shape.weights import Checkpoints
 from dflash_serve.shape.wishes import Wishes
 
@@ -31,7 +31,7 @@ class Request:
     machine: Machine
     wishes: Wishes
     vllm_version: str
-    grouping: Grouping
+    patched: Patched
     found: int
 
 

@@ -36,6 +36,7 @@ class CacheInputs:
         batches_in_flight: 2 with async scheduling (vLLM's default), 1 without.
         mtp_layers: layers of the target's own draft head that are run (each keeps full-attention KV).
         state_checkpoint: whether the GDN prefill kernel exports states (FlashInfer, vLLM 0.33): one more slot.
+        one_state: our plugin keeps one recurrent state a request (its record `gdn-one-state`), vLLM 1 + k.
         drafter_block: tokens a block of the drafter's sliding layers; None is the target's own block (0.31 to 0.33);
             older releases left it at 16.
     """
@@ -57,6 +58,7 @@ class CacheInputs:
     kernel_block: int = KERNEL_BLOCK
     drafter_block: int | None = None
     grouping: Grouping = "vllm"
+    one_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,8 @@ def _blocks(layers: LayerSet, inputs: CacheInputs) -> int:
         return ceil_div(inputs.window, layers.block_tokens)
     if layers.role == "state":
         slots = 2 if inputs.prefix_caching else 1
-        return slots + inputs.draft_tokens + (1 if inputs.prefix_caching and inputs.state_checkpoint else 0)
+        per_draft = 0 if inputs.one_state else inputs.draft_tokens
+        return slots + per_draft + (1 if inputs.prefix_caching and inputs.state_checkpoint else 0)
     retained = _sliding_window(layers, inputs) - 1
     in_flight = inputs.batches_in_flight * inputs.max_num_batched_tokens
     return ceil_div(min(retained + in_flight, inputs.window), layers.block_tokens) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
+from dflash_serve.checkpoint.facts import DrafterFacts, LayerKind, TargetFacts
 from dflash_serve.shape.constants import GIB, MIB, constants
 from dflash_serve.shape.graphs import GraphCount, graph_count
 from dflash_serve.shape.kv_groups import CacheInputs, CacheLayout, Grouping, cache_layout
@@ -69,6 +69,7 @@ class Shape:
     state_checkpoint: bool = False
     async_scheduling: bool = True
     grouping: Grouping = "vllm"
+    one_state: bool = False
     kv_cache_bytes: int | None = None
     weight_factor: float = 1.0
     vllm_version: str = "0.33.0"
@@ -282,7 +283,23 @@ def _runtime(drafter: DrafterFacts | None, target: TargetFacts, shape: Shape) ->
         text = f"{shape.max_num_seqs} requests x {shape.draft_tokens} x {vocab} x 4 B"
         cache = shape.max_num_seqs * shape.draft_tokens * vocab * 4
         parts.append(Part("draft probabilities", cache, text))
+    if shape.one_state:
+        parts.append(_replay_records(target, shape))
     return parts
+
+
+def _replay_records(target: TargetFacts, shape: Shape) -> Part:
+    """What our plugin keeps of a verification instead of states: two sides of a key, a delta and a decay a token."""
+    assert target.gdn is not None
+    layers, gdn, tokens = target.dims.count(LayerKind.LINEAR), target.gdn, shape.draft_tokens + 1
+    key = gdn.key_heads * gdn.key_head_dim * 2
+    delta = gdn.value_heads * (gdn.value_head_dim + 1) * 4
+    size = shape.max_num_seqs * layers * 2 * tokens * (key + delta) // shape.tensor_parallel
+    text = (
+        f"{shape.max_num_seqs} requests x {layers} layers x 2 x {tokens} tokens x ({key} + {delta}) B"
+        f" / TP {shape.tensor_parallel}"
+    )
+    return Part("replay records", size, text)
 
 
 def activation_peak(target: TargetFacts, drafter: DrafterFacts | None, shape: Shape) -> tuple[int, str]:
@@ -331,6 +348,7 @@ def _layout(target: TargetFacts, drafter: DrafterFacts | None, shape: Shape) -> 
             kernel_block=STATE_CHECKPOINT_BLOCK if shape.state_checkpoint else KERNEL_BLOCK,
             drafter_block=None if at_least(shape.vllm_version, "0.28") else 16,
             grouping=shape.grouping,
+            one_state=shape.one_state,
         )
     )
 

@@ -58,6 +58,7 @@ class Record:
         drop_when: the behaviour, in words, that makes the patch unnecessary.
         touches: `module:qualname` of every function it relies on; those a version lacks have no hash there.
         switch: environment variable that turns an optional patch on; None when it is always on.
+        measured: compute capabilities on which an optional patch was measured to win; plans turn it on there.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Record:
     drop_when: str
     touches: tuple[str, ...]
     switch: str | None = None
+    measured: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -103,6 +105,7 @@ def _read(file: Path) -> Record:
             links=tuple(data.pop("links")),
             applies_to=tuple(data.pop("applies_to")),
             touches=tuple(data.pop("touches")),
+            measured=tuple(data.pop("measured", ())),
             **data,
         )
     except (KeyError, TypeError) as error:

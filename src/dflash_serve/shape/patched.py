@@ -1,0 +1,36 @@
+"""What our plugin's optional patches change about memory: the part of a plan's patches that a shape depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from dflash_serve.shape.kv_groups import Grouping
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """Patches in force that change what is allocated.
+
+    Attributes:
+        grouping: who groups the KV layers (`kv-grouping`).
+        one_state: recurrent layers keep one state a request, and records for a replay (`gdn-one-state`).
+        any_state: also a state in bfloat16, which the patch leaves to vLLM unless it was asked for.
+    """
+
+    grouping: Grouping = "vllm"
+    one_state: bool = False
+    any_state: bool = False
+
+    @classmethod
+    def of(cls, applied: Collection[str], asked: Collection[str] = ()) -> Patched:
+        """From the ids of the patches that are applied, and of those among them that somebody asked for."""
+        state = "gdn-one-state"
+        return cls("balanced" if "kv-grouping" in applied else "vllm", state in applied, state in asked)
+
+    def keeps_one_state(self, draft_tokens: int, state_dtype: str) -> bool:
+        """Whether a target with gated delta net layers does."""
+        return self.one_state and draft_tokens > 0 and (self.any_state or state_dtype == "float32")
+
+
+STOCK = Patched()
