@@ -99,6 +99,15 @@ def test_another_version_is_refused_with_both(owned: Path, checkout: Checkout):
     assert caught.value.where == str(owned)
 
 
+def test_where_its_vllm_lies(owned: Path, checkout: Checkout, monkeypatch: pytest.MonkeyPatch):
+    site = next(owned.parent.parent.glob("lib/python3*/site-packages"))
+    (site / "vllm.py").unlink()
+    (site / "vllm").mkdir()
+    assert checkout.spec.vllm_sites == [site]
+    monkeypatch.delenv(existing.VARIABLE)
+    assert checkout.spec.vllm_sites == []
+
+
 def test_it_is_for_the_variant_whose_vllm_it_holds(owned: Path, checkout: Checkout):
     assert checkout.spec.existing is not None
     assert checkout.spec.name.startswith("cpu-existing-")

@@ -101,6 +101,13 @@ class EnvironmentSpec:
         return paths.environments_home() / self.name
 
     @property
+    def vllm_sites(self) -> list[Path]:
+        """Directories that hold this environment's vLLM package; empty when it is not installed."""
+        if self.existing is not None:
+            return [site for site in map(Path, self.existing.packages) if (site / "vllm").is_dir()][:1]
+        return sorted(self.directory.glob("lib/python*/site-packages"))
+
+    @property
     def facts(self) -> Variant:
         """The variant's entry in variants.yaml; nothing is downloaded on top of an existing installation."""
         facts = _variants()[self.variant]

@@ -89,7 +89,7 @@ def _installed(variant: str | None) -> list[Path]:
     names = VARIANTS if variant is None else (variant,)
     found = []
     for name in names:
-        found += sorted(spec_for(name).directory.glob("lib/python*/site-packages"))
+        found += spec_for(name).vllm_sites
     if not found:
         raise UsageError(
             f"no engine environment is installed ({', '.join(names)})",
