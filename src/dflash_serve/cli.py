@@ -7,14 +7,13 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from dflash_serve import paths
+from dflash_serve import noplugins, paths
 from dflash_serve.errors import DFlashError, ExitCode, PreflightRefused, UsageError
 from dflash_serve.version import __version__
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from dflash_serve.plan.model import Plan
     from dflash_serve.runtime.state import Run
 
+noplugins.install()
 # A command makes many objects and hardly any garbage: looking for it less often saves a tenth of a plan's time.
 gc.set_threshold(50_000, 20, 20)
 
@@ -518,6 +518,8 @@ def _interrupted(arguments: list[str]) -> int:
 
 def _bug(arguments: list[str]) -> int:
     """Keep the traceback in a file: it's for us, not for the user."""
+    import traceback
+
     from dflash_serve.fsio import atomic_write
 
     text = f"dflash-serve {__version__} {' '.join(arguments)}\n{traceback.format_exc()}"

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
+from dflash_serve.kept import kept
 
-LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+if TYPE_CHECKING:
+    import yaml
+    from pydantic import BaseModel
+
+TableT = TypeVar("TableT", bound="BaseModel")
+
+
+def loader() -> type[yaml.SafeLoader]:
+    """The fastest safe loader there is."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load(path: Path) -> Any:
@@ -16,4 +27,15 @@ def load(path: Path) -> Any:
     Raises:
         OSError, yaml.YAMLError: it can't be read.
     """
-    return yaml.load(path.read_bytes(), Loader=LOADER)  # noqa: S506 - a safe loader
+    import yaml
+
+    return yaml.load(path.read_bytes(), Loader=loader())  # noqa: S506 - a safe loader
+
+
+def table(path: Path, model: type[TableT]) -> TableT:
+    """A data file of ours, validated; read and validated again only when it was changed.
+
+    Raises:
+        pydantic.ValidationError: a row that the model does not take (a mistake in this package).
+    """
+    return kept(model.__name__, [path], lambda: model.model_validate(load(path)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +31,7 @@ LFS_BYTES = 10 * 1024 * 1024  # a file of this size is in LFS on the hub
 class FileEntry(BaseModel):
     """One file. LFS files have `sha256`, small ones the git blob id."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     path: str
     size: Annotated[int, Field(ge=0)]
@@ -63,7 +61,7 @@ class FileEntry(BaseModel):
 class Manifest(BaseModel):
     """The files of a revision that serving needs."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     repo: RepoId
     revision: Revision
@@ -125,7 +123,7 @@ class Bundle(BaseModel):
         main: repos of which neither recipe nor pins name a commit: the carried one becomes `refs/main`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     manifests: Annotated[tuple[Manifest, ...], Field(min_length=1)]
@@ -265,10 +263,14 @@ def link_blob(repo: str, revision: str, path: str, blob: str, cache: Path) -> No
 
 def _beside(path: Path) -> Path:
     """A name that nobody else uses, in this process or another."""
+    import secrets
+
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 def _copy(source: Path, target: Path) -> None:
+    import shutil
+
     temporary = _beside(target)
     try:
         with source.open("rb") as reading, temporary.open("wb") as writing:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from dflash_serve import paths
 from dflash_serve.checkpoint.manifest import FileEntry, Manifest, for_serving
 from dflash_serve.errors import CheckpointError, RecipeError
 from dflash_serve.fsio import atomic_write
+from dflash_serve.kept import kept
 from dflash_serve.recipe.schema import Checkpoint, Recipe
-from dflash_serve.recipe.yamlfile import read_yaml
 
 HEADER = "# Written by `dflash-serve pins refresh`: what the hub had when the recipe was pinned.\n"
 
@@ -21,7 +20,7 @@ HEADER = "# Written by `dflash-serve pins refresh`: what the hub had when the re
 class Pins(BaseModel):
     """Pinned files of a recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     schema_version: Annotated[Literal[1], Field(alias="schema")]
     recipe: Annotated[str, StringConstraints(min_length=1)]
@@ -64,6 +63,12 @@ def load_pins(recipe: str, directory: Path | None = None) -> Pins | None:
     path = pins_path(recipe, directory)
     if not path.exists():
         return None
+    return kept("pins", [path], lambda: _read_pins(recipe, path))
+
+
+def _read_pins(recipe: str, path: Path) -> Pins:
+    from dflash_serve.recipe.yamlfile import read_yaml
+
     document = read_yaml(path)
     try:
         pins = Pins.model_validate(document.data)
@@ -119,6 +124,8 @@ def save_pins(pins: Pins, directory: Path | None = None) -> Path:
     Raises:
         CheckpointError: the directory cannot be written.
     """
+    import yaml
+
     data: dict[str, Any] = {"schema": 1, "recipe": pins.recipe}
     for side in ("target", "drafter"):
         manifest = pins.of(side)

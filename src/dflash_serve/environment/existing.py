@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,6 +100,8 @@ def find(distribution: str, version: str) -> Existing | None:
 
 @cache
 def _look(python: Path) -> _Look:
+    import subprocess
+
     try:
         done = subprocess.run(
             [str(python), "-I", "-c", _LOOK], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
-from dflash_serve import paths
+from dflash_serve import paths, yamltext
 from dflash_serve.environment import existing
 from dflash_serve.errors import BuildFailed, UsageError
+from dflash_serve.kept import kept
 
 _IGNORED = re.compile(r"(^|/)(__pycache__|build|\.[^/]*|[^/]*\.egg-info)(/|$)|\.pyc$")
 _CHECKOUT = "run from a checkout of the project, or set DFLASH_SERVE_ROOT to one"
@@ -45,8 +45,10 @@ class Variant(BaseModel):
 
 @cache
 def _variants() -> dict[str, Variant]:
-    text = files("dflash_serve.environment").joinpath("variants.yaml").read_text("utf-8")
-    return {name: Variant.model_validate(value) for name, value in yaml.safe_load(text).items()}
+    file = Path(__file__).with_name("variants.yaml")
+    return kept(
+        "variants", [file], lambda: {name: Variant.model_validate(value) for name, value in yamltext.load(file).items()}
+    )
 
 
 VARIANTS: tuple[str, ...] = ("cpu", "cuda")
@@ -150,18 +152,30 @@ def spec_for(variant: str) -> EnvironmentSpec:
 
 def tree_files(root: Path) -> list[Path]:
     """Source files of the plugin, sorted; caches, build products and hidden files left out."""
-    found = (path for path in root.rglob("*") if path.is_file())
-    return sorted(path for path in found if not _IGNORED.search(path.relative_to(root).as_posix()))
+    return [root / name for name in _tree_names(root)]
+
+
+def _tree_names(root: Path) -> list[str]:
+    """Their names below the root. As texts: a plan is made each time that somebody asks, and paths cost more."""
+    out: list[str] = []
+    for place, directories, names in os.walk(root):
+        below = os.path.relpath(place, root).replace(os.sep, "/")
+        prefix = "" if below == "." else f"{below}/"
+        directories[:] = [name for name in directories if not _IGNORED.search(f"{prefix}{name}/")]
+        mine = (prefix + name for name in names if not _IGNORED.search(prefix + name))
+        out += (name for name in mine if os.path.isfile(f"{root}/{name}"))
+    return sorted(out, key=lambda name: name.split("/"))
 
 
 def _tree_sha256(root: Path) -> str:
-    members = tree_files(root)
-    if root / "pyproject.toml" not in members:
+    members = _tree_names(root)
+    if "pyproject.toml" not in members:
         raise BuildFailed("the vLLM plugin's sources are missing", where=str(root), fix=_CHECKOUT)
     digest = hashlib.sha256()
-    for path in members:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+    for name in members:
+        with open(f"{root}/{name}", "rb") as handle:
+            content = handle.read()
+        digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
 

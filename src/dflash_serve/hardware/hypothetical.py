@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from dflash_serve.errors import UsageError
@@ -27,6 +26,8 @@ def named_gpu(name: str) -> NamedGpu:
     if wanted in known:
         return known[wanted]
     ids = [row.id for row in gpu_table().gpus]
+    import difflib
+
     near = list(dict.fromkeys(known[word].id for word in difflib.get_close_matches(wanted, known, 3, 0.5)))
     fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(ids)}"
     raise UsageError(f"no GPU named {name!r}", where="--gpu", fix=fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -52,6 +53,7 @@ P2P_STATUS = {
     5: "not supported",
     6: "unknown",
 }
+LIBRARY = "libnvidia-ml.so.1"
 MAX_NVLINKS = 18
 MAX_GPUS = 256
 VGPU_MODE = 2
@@ -63,6 +65,17 @@ class NvmlUnavailable(Exception):
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
         self.fix = fix
+
+
+def _library_there() -> bool:
+    """Whether the driver's library can be loaded. The bindings take far longer to find that it can't."""
+    import ctypes
+
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 class Nvml:
@@ -77,6 +90,8 @@ class Nvml:
         self._lost: set[int] = set()
 
     def __enter__(self) -> Nvml:
+        if "pynvml" not in sys.modules and not _library_there():
+            raise NvmlUnavailable("NVML: NVML Shared Library Not Found", INIT_FIXES[12])
         try:
             import pynvml
         except Exception as exc:

@@ -54,7 +54,7 @@ class NamedGpu(Row):
     memory_nvml_mib: int | None = None
     memory_cuda_bytes: int | None = None
     bandwidth_bytes_s: int
-    dense_flop_s: DenseFlops = DenseFlops()
+    dense_flop_s: DenseFlops = Field(default_factory=DenseFlops)
     unified: bool = False
     pcie: str | None = None
     nvlink: str | None = None
@@ -185,7 +185,7 @@ TableT = TypeVar("TableT", bound=BaseModel)
 
 def read_table(path: Path, model: type[TableT]) -> TableT:
     """A data file of this room, validated."""
-    return model.model_validate(yamltext.load(path))
+    return yamltext.table(path, model)
 
 
 @lru_cache(maxsize=1)

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from dflash_serve import paths
 from dflash_serve.checkpoint.facts import DrafterFacts, Rope, TargetFacts
 from dflash_serve.errors import RecipeError
+from dflash_serve.kept import kept
 from dflash_serve.overlay.versions import satisfies
-from dflash_serve.recipe.yamlfile import read_yaml
 
 Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
 Verdict = Literal["needed", "not-needed", "refused"]
@@ -51,7 +51,7 @@ class When(_Part):
 class Case(_Part):
     """A verdict under a condition. The first case that holds decides."""
 
-    when: When = When()
+    when: When = Field(default_factory=When)
     verdict: Verdict
     reason: str
     fix: str = ""
@@ -130,8 +130,15 @@ def load_rules(directory: Path | None = None) -> tuple[Rule, ...]:
 
 @lru_cache(maxsize=8)
 def _load(root: Path) -> tuple[Rule, ...]:
+    files = sorted(root.glob("*.yaml"))
+    return kept("overlay-rules", files, lambda: _read(root, files))
+
+
+def _read(root: Path, files: list[Path]) -> tuple[Rule, ...]:
+    from dflash_serve.recipe.yamlfile import read_yaml
+
     rules: list[Rule] = []
-    for path in sorted(root.glob("*.yaml")):
+    for path in files:
         document = read_yaml(path)
         try:
             rule = Rule.model_validate(document.data)

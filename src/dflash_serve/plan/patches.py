@@ -5,14 +5,14 @@ Before the engine starts, and again inside it, the plugin's gate compares the in
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Collection, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from dflash_serve import paths
 from dflash_serve.errors import RecipeError
+from dflash_serve.kept import kept
 from dflash_serve.plan.model import PatchDecision
 
 NO_WISHES: Mapping[str, str] = {}
@@ -33,6 +33,8 @@ def patch_decisions(
     records, optional = _records(), optional_patches()
     for name in wishes:
         if name not in optional:
+            import difflib
+
             near = difflib.get_close_matches(name, optional, 1) or optional
             raise RecipeError(
                 f"engine.patches: there is no optional patch {name!r}",
@@ -78,8 +80,15 @@ def _decision(
 @cache
 def _records() -> dict[str, dict[str, Any]]:
     """All records by id, as they are on disk."""
+    files = sorted((paths.project_root() / "docker/patches/dflash2_patches/records").glob("*.toml"))
+    return kept("patches", files, lambda: _read(files))
+
+
+def _read(files: list[Path]) -> dict[str, dict[str, Any]]:
+    import tomllib
+
     out = {}
-    for path in sorted((paths.project_root() / "docker/patches/dflash2_patches/records").glob("*.toml")):
+    for path in files:
         try:
             record = tomllib.loads(path.read_text("utf-8"))
             assert {"applies_to", "title"} <= record.keys()

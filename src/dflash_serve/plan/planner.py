@@ -1,4 +1,4 @@
-"""The planner: recipe, machine and checkpoints to one Plan. It reads; it starts and writes nothing."""
+"""The planner: recipe, machine and checkpoints to one Plan. It reads and starts nothing; `kept` keeps what it read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from dflash_serve.checkpoint.places import at_commit, expected_directory
 from dflash_serve.errors import PreflightRefused
 from dflash_serve.findings import Finding, Severity, overruled, refuse, warn
 from dflash_serve.hardware.devices import choose_devices
-from dflash_serve.hardware.hypothetical import hypothetical
-from dflash_serve.hardware.inventory import read as read_inventory
 from dflash_serve.hardware.model import Inventory
 from dflash_serve.overlay.decide import OverlayDecision as Decided
 from dflash_serve.overlay.decide import decide
@@ -29,8 +27,6 @@ from dflash_serve.recipe.naming import errors_for, finding_for
 from dflash_serve.recipe.schema import Checkpoint, Recipe, holds
 from dflash_serve.shape.arguments import Endpoint, arguments
 from dflash_serve.shape.arguments import environment as shape_environment
-from dflash_serve.shape.choose import choose
-from dflash_serve.shape.cpu import choose_cpu
 from dflash_serve.shape.lookup import Pair, pair_of
 from dflash_serve.shape.model import ServingShape
 from dflash_serve.shape.patched import Patched
@@ -87,7 +83,7 @@ def _make_plan(request: Request) -> model.Plan:
     recipe = at_commit(asked)
     if request.no_drafter:
         recipe = recipe.model_copy(update={"drafter": None, "expect": None})
-    inventory = hypothetical(request.gpu) if request.gpu else read_inventory()
+    inventory = named_gpus(request.gpu) if request.gpu else read_inventory()
     variant = _variant(recipe, inventory)
     inventory, indices, said = choose_devices(inventory, request.gpus)
     spec = environment.spec_for(variant)
@@ -152,6 +148,20 @@ def _make_plan(request: Request) -> model.Plan:
     )
 
 
+def read_inventory() -> Inventory:
+    """GPUs and host of this machine. Loaded where it is asked for, as is all that one kind of plan alone needs."""
+    from dflash_serve.hardware.inventory import read
+
+    return read()
+
+
+def named_gpus(text: str) -> Inventory:
+    """GPUs that were only named."""
+    from dflash_serve.hardware.hypothetical import hypothetical
+
+    return hypothetical(text)
+
+
 def _variant(recipe: Recipe, inventory: Inventory) -> model.Variant:
     wanted = recipe.engine.variant
     gpus = [gpu for gpu in inventory.gpus if gpu.healthy]
@@ -210,10 +220,14 @@ def _shape(
     patched: Patched,
 ) -> ServingShape:
     if variant == "cpu":
+        from dflash_serve.shape.cpu import choose_cpu
+
         ram = inventory.host.memory_limit or inventory.host.ram_total or 0
         return choose_cpu(
             recipe, pair.target, pair.drafter, ram_bytes=ram, vllm_version=vllm_version, overrides=overrides
         )
+    from dflash_serve.shape.choose import choose
+
     return choose(
         recipe,
         pair.target,

@@ -6,8 +6,9 @@ Plain text through click and not rich: printing a plan must not cost more than m
 from __future__ import annotations
 
 import json
+import os
 import shlex
-import shutil
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -117,7 +118,14 @@ def _flow(items: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
 
 
 def _width() -> int:
-    return max(shutil.get_terminal_size((110, 24)).columns, 60)
+    # What shutil.get_terminal_size says, which loads compression libraries for it.
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isascii() and columns.isdigit() else 0
+    try:
+        width = width or os.get_terminal_size(sys.__stdout__.fileno()).columns  # type: ignore[union-attr]
+    except (ValueError, AttributeError, OSError):
+        width = 0
+    return max(width or 110, 60)
 
 
 def _source(repo: str | None, revision: str | None, served_from: str) -> str:

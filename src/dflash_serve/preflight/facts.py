@@ -65,4 +65,4 @@ class Facts(Fact):
 def facts() -> Facts:
     """The facts, read once."""
     path = Path(__file__).resolve().parent / "facts.yaml"
-    return Facts.model_validate(yamltext.load(path))
+    return yamltext.table(path, Facts)

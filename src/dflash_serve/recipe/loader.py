@@ -21,7 +21,12 @@ _OVERRIDES = "gpu_overrides"
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read, merge with what it extends, and validate one recipe.
+    """`load_with_chain` without the chain."""
+    return load_with_chain(path)[0]
+
+
+def load_with_chain(path: Path) -> tuple[Recipe, list[Document]]:
+    """Read, merge with what it extends, and validate one recipe; returns also all files that it was made of.
 
     A child repeats what was observed (`verified`, `reported`) and, when it changes target or drafter, what is
     expected: a parent's figures were not made with the child's weights. `gpu_overrides` add up, the child's last.
@@ -55,7 +60,7 @@ def load_recipe(path: Path) -> Recipe:
             where=where(chain, ("name",)),
             fix="give both the same name",
         )
-    return recipe
+    return recipe, chain
 
 
 def chain_of(path: Path) -> list[Document]:

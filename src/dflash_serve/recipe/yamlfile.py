@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from dflash_serve import yamltext
 from dflash_serve.errors import RecipeError
+from dflash_serve.kept import content_of_bytes
 from dflash_serve.recipe.schema import Recipe
 
 MAX_BYTES = 64 * 1024  # of a recipe; pin files, which list hashes, get more
@@ -28,17 +29,18 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed YAML mapping and the line (1-based) on which each of its keys stands."""
+    """A parsed YAML mapping, the line (1-based) on which each of its keys stands, and the hash of the file."""
 
     path: Path
     data: dict[str, Any]
     lines: dict[Key, int] = field(default_factory=dict)
+    content: str = ""
 
 
 def _refuse_deep_and_anchored(text: str) -> None:
     """No deep nesting, and no anchors: a few aliases expand without bound, and there is `extends`."""
     depth = 0
-    for event in yaml.parse(text, Loader=yamltext.LOADER):
+    for event in yaml.parse(text, Loader=yamltext.loader()):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             problem = "anchors and aliases are not used in recipes"
             raise yaml.MarkedYAMLError(None, None, problem, _mark(event))
@@ -95,7 +97,7 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
     lines: dict[Key, int] = {}
     try:
         _refuse_deep_and_anchored(text)
-        loader = yamltext.LOADER(text)
+        loader = yamltext.loader()(text)
         try:
             node = loader.get_single_node()
             if node is not None:
@@ -119,7 +121,7 @@ def parse_yaml(raw: bytes, path: Path) -> Document:
         kind = "empty" if data is None else type(data).__name__
         what = f"{path.name} must be a mapping of keys to values, not {kind}"
         raise RecipeError(what, where=f"{path}:1", fix="begin with a line such as name: tiny")
-    return Document(path, data, lines)
+    return Document(path, data, lines, content_of_bytes([raw]))
 
 
 def _index(node: yaml.Node, key: Key, lines: dict[Key, int], path: Path) -> None:

@@ -145,4 +145,4 @@ def _recipe(recipe: Recipe) -> list[str]:
 
 
 def _sampling(sampling: Sampling) -> dict[str, float | int]:
-    return {key: value for key, value in sampling.model_dump().items() if value is not None}
+    return {key: value for key, value in sampling if value is not None}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from dflash_serve.errors import UsageError
@@ -75,9 +73,13 @@ def parse_override(key: str, text: str) -> Any:
         UsageError: an unknown key or a value that it doesn't take.
     """
     if key not in SETTABLE:
+        import difflib
+
         near = difflib.get_close_matches(key, SETTABLE, n=3, cutoff=0.5)
         fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(SETTABLE)}"
         raise UsageError(f"--set knows no key {key!r}", fix=fix)
+    import yaml
+
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

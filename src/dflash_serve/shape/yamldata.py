@@ -27,4 +27,4 @@ def read_table(name: str, model: type[TableT]) -> TableT:
         pydantic.ValidationError: a row that the model does not take (a mistake in this package).
     """
     path = Path(__file__).with_name(name)
-    return model.model_validate(yamltext.load(path))
+    return yamltext.table(path, model)
