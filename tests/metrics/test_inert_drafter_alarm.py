@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.conftest import ROOT, Api, Shell, free_port
+from tests.serve.conftest import ROOT, Shell, free_port
 from tests.serve.conftest import shell as shell  # noqa: PLC0414  (a fixture)
 
 from .prom import Prometheus
@@ -40,7 +40,7 @@ def test_a_corrupted_drafter_is_refused_by_verify_and_sets_off_the_alarm(shell: 
     done = shell.run("up", str(recipe), "--keep-unverified", "--port", str(free_port()), check=False, timeout=540)
     assert done.returncode == 7, done.stdout + done.stderr
     status = shell.status()
-    api = Api(status["url"], Path(status["key_file"]).read_text().strip())
+    api = shell.api()
     prometheus = Prometheus(tmp_path / "prometheus", api.url.removeprefix("http://"), free_port(), key=api.key)
     try:
         prometheus.until("up{job='dflash-serve'} == 1", 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from dflash_serve.checkpoint.config_reader import read_drafter  # noqa: E402
 from dflash_serve.observe.metrics import parse  # noqa: E402
 from dflash_serve.overlay.build import damage_of  # noqa: E402
-from tests.serve.conftest import Api, Shell, free_port  # noqa: E402
+from tests.serve.conftest import Api, Tiny  # noqa: E402
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
@@ -25,19 +24,9 @@ PROMPT = 3000  # tokens, past the drafter's table of 2048
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    made = Shell(tmp_path_factory.mktemp("state"))
-    yield made
-    made.run("down", "--grace", "1", check=False)
-
-
-@pytest.fixture(scope="module")
-def served(shell: Shell) -> tuple[Api, dict[str, Any]]:
+def served(tiny: Tiny) -> tuple[Api, dict[str, Any]]:
     """The server and its plan."""
-    shell.run("tiny", "--port", str(free_port()), timeout=800)
-    status = shell.status()
-    plan = json.loads((shell.state / "runs" / "tiny" / "plan.json").read_text())
-    return Api(status["url"], Path(status["key_file"]).read_text().strip()), plan
+    return tiny.api, json.loads((tiny.shell.state / "runs" / "tiny" / "plan.json").read_text())
 
 
 def test_the_drafter_is_served_from_its_overlay(served: tuple[Api, dict[str, Any]]) -> None:

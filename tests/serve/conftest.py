@@ -63,6 +63,11 @@ class Shell:
         value: dict[str, Any] = json.loads(self.run("status", "--json", timeout=30).stdout)
         return value
 
+    def api(self) -> Api:
+        """The server that runs here."""
+        status = self.status()
+        return Api(status["url"], Path(status["key_file"]).read_text().strip())
+
 
 @dataclass
 class Api:
@@ -88,6 +93,16 @@ class Api:
 
     def metrics(self) -> str:
         return requests.get(self.url + "/metrics", timeout=10).text
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A verified server: what `up` printed, and the seconds it took."""
+
+    shell: Shell
+    up: subprocess.CompletedProcess[str]
+    seconds: float
+    api: Api
 
 
 def session_members(leader: int) -> list[psutil.Process]:

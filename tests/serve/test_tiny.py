@@ -19,7 +19,7 @@ import requests
 
 from dflash_serve.observe.metrics import parse
 
-from .conftest import Api, Shell, free_port, session_members, wait_for
+from .conftest import Api, Shell, Tiny, free_port, session_members, wait_for
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -29,13 +29,13 @@ GREEDY: dict[str, list[tuple[list[int], str]]] = {}
 
 
 @pytest.fixture(scope="module")
-def served(shell: Shell) -> tuple[Api, subprocess.CompletedProcess[str], float]:
-    port = free_port()
-    started = time.monotonic()
-    done = shell.run("tiny", "--port", str(port))
-    seconds = time.monotonic() - started
-    status = shell.status()
-    return Api(status["url"], Path(status["key_file"]).read_text().strip()), done, seconds
+def shell(tiny: Tiny) -> Shell:
+    return tiny.shell
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Tiny) -> tuple[Api, subprocess.CompletedProcess[str], float]:
+    return tiny.api, tiny.up, tiny.seconds
 
 
 def test_up_returns_verified_and_shows_what_a_user_needs(
@@ -185,8 +185,7 @@ def test_sigterm_lets_requests_finish(shell: Shell, served: tuple[Api, Any, floa
 
 def test_greedy_text_is_the_same_without_the_drafter(shell: Shell) -> None:
     shell.run("tiny", "--no-drafter", "--port", str(free_port()))
-    status = shell.status()
-    api = Api(status["url"], Path(status["key_file"]).read_text().strip())
+    status, api = shell.status(), shell.api()
     assert status["acceptance_length"] is None
     assert not parse(api.metrics()).speculative
     alone = [api.greedy(prompt) for prompt in PROMPTS[:20]]

@@ -6,36 +6,15 @@ first layers is replaced by one that does (scripts/train_tiny_pair.py sensitive:
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from dflash_serve.plan.model import Plan
-from dflash_serve.verify import drafting
-from dflash_serve.verify.model import Check
-from dflash_serve.verify.report import ask, subject_of
-
-from . import needs_block
-from .conftest import started
+from .conftest import Compared
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 
-def verified(plan: Plan, python: Path, drafter: Path) -> Check:
-    argv = list(plan.argv)
-    at = argv.index("--speculative-config") + 1
-    argv[at] = json.dumps({**json.loads(argv[at]), "model": str(drafter)})
-    with started(plan.model_copy(update={"argv": tuple(argv)}), python) as run:
-        checks = ask(drafting.drafter, subject_of(run, plan))
-    return next(check for check in checks if check.id == "drafter")
-
-
-def test_a_causal_drafter_is_accepted_less_and_caught(cpu_plan: Plan, python: Path, tmp_path: Path) -> None:
-    assert cpu_plan.drafter is not None
-    source = Path(cpu_plan.drafter.served_from)
-    right = verified(cpu_plan, python, needs_block.make(source, tmp_path / "right", is_causal=False))
-    wrong = verified(cpu_plan, python, needs_block.make(source, tmp_path / "causal", is_causal=True))
+def test_a_causal_drafter_is_accepted_less_and_caught(compared: Compared) -> None:
+    right, wrong = compared.right, next(check for check in compared.wrong if check.id == "drafter")
     print(right.detail, "|", wrong.detail)
     assert right.passed
     assert not wrong.passed
