@@ -155,7 +155,7 @@ def child(args: argparse.Namespace) -> None:
     spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": args.acceptance}
     more = {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.vllm)}
     if args.rehearse:
-        more |= {"enforce_eager": True, "skip_tokenizer_init": True}
+        more |= {"enforce_eager": True, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.15} | more
     else:
         more |= {"gpu_memory_utilization": args.utilization, "gdn_prefill_backend": "triton"} | more
     if args.quantization != "none" and not args.rehearse:

@@ -118,7 +118,7 @@ def jobs(options: Options, sweep: bool) -> list[tuple[int, bool, gemm.Tile]]:
                 tokens = steps.tokens(name, batch)
                 launch = gemm.tile(tokens, n, k, processors, form == "triton")
                 found[k, form == "triton", launch] = None
-            for batch in (1, 16) if sweep else ():
+            for batch in (1, 16) if sweep and name in steps.SWEPT else ():
                 for launch in steps.launches(steps.tokens(name, batch), n, k):
                     found[k, form == "triton", launch] = None
     return list(found)
@@ -276,7 +276,8 @@ class Report:
     def sweep(self) -> None:
         """Launches of our kernel, at one and at sixteen requests."""
         options = self.options
-        for name, (_, n, k) in steps.matrices(options.shape).items():
+        for name in steps.SWEPT:
+            _, n, k = steps.matrices(options.shape)[name]
             held = steps.Held(n, k, [f for f in self.forms() if f in ("triton", "triton8")], options)
             for form in [f for f in held.names() if f != "stock"]:
                 for batch in (1, 16) if options.device.type == "cuda" else (1,):

@@ -10,6 +10,8 @@ import timing
 import torch
 from dflash2_patches.fp8 import gemm, head, memory
 
+# Matrices for which launches of our kernel are tried: most of the bytes, and one small one.
+SWEPT = ("head", "gate_up", "down", "qkv")
 QUERY, SAMPLED, TOP, EPS = 8, 7, 16, 1e-6
 SHORTLIST = 32
 
@@ -68,7 +70,7 @@ def launches(num_tokens: int, n: int, k: int) -> list[gemm.Tile]:
         shared = (height + 2 * width) * columns * stages
         if height > n or shared > 220 * 1024:
             continue
-        splits = [s for s in (1, 2, 4, 8) if -(-k // columns) % s == 0 and 100 <= tiles * s <= 2400] or [1]
+        splits = [s for s in (1, 2, 4, 8) if -(-k // columns) % s == 0 and 132 <= tiles * s <= 1100] or [1]
         found += [gemm.Tile(width, height, columns, split, warps, stages) for split in splits]
     return found
 
