@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import docker.constants
+import docker.utils.utils
 import pytest
 
 from dflash_serve import paths
-from dflash_serve.errors import StartFailed, UsageError
+from dflash_serve.errors import BuildFailed, StartFailed, UsageError
+from dflash_serve.image import available
+from dflash_serve.image.build import find
+from dflash_serve.image.identity import identity
 from dflash_serve.plan import container as planning
 from dflash_serve.plan.model import Plan
 from dflash_serve.plan.planner import Request, make_plan
@@ -179,10 +184,20 @@ def test_an_exit_code_in_words(code: int, oom: bool, status: str):
     assert ("ran out of memory" in found.cause) == oom
 
 
-def test_without_an_engine(home: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
-    with pytest.raises(StartFailed, match="no Docker engine answers"):
-        runtime.start(plan_of())
+@pytest.mark.parametrize(
+    "host", ["unix:///nonexistent.sock", "foo://x", "tcp://[::1", "tcp://h:abc", "tcp://127.0.0.1:1", "http://", ""]
+)
+def test_without_an_engine(home: Path, monkeypatch: pytest.MonkeyPatch, host: str):
+    plan = plan_of()
+    monkeypatch.setenv("DOCKER_HOST", host)
+    monkeypatch.setattr(docker.constants, "DEFAULT_UNIX_SOCKET", f"http+unix://{home}/no.sock")
+    monkeypatch.setattr(docker.utils.utils, "DEFAULT_UNIX_SOCKET", f"http+unix://{home}/no.sock")
+    with pytest.raises(StartFailed, match="no Docker engine answers") as caught:
+        runtime.start(plan)
+    assert caught.value.where.startswith(host or "/var/run/docker.sock")
+    assert available.why_not("cpu") == "no Docker engine answers"
+    with pytest.raises(BuildFailed, match="no Docker engine answers"):
+        find(identity("cpu"))
 
 
 def test_without_an_engine_a_run_is_unknown_and_an_old_one_can_be_dropped(home: Path, monkeypatch: pytest.MonkeyPatch):

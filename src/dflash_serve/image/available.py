@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from dflash_serve.dockerd import REFUSES, SOCKET, explanation, gives_gpus, no_answer
+from dflash_serve.dockerd import REFUSES, SOCKET, connect, explanation, gives_gpus, no_answer
 
 # A socket that isn't there answers at once; one that hangs must not hold up every plan.
 TIMEOUT_S = 3
@@ -20,12 +20,11 @@ def why_not(name: str) -> str:
         return "no Docker engine answers"
     import docker.errors
 
-    import docker
     from dflash_serve.image.identity import identity
 
     image = identity(name)
     try:
-        client = docker.from_env(timeout=TIMEOUT_S)
+        client = connect(TIMEOUT_S)
     except docker.errors.DockerException as exc:
         return no_answer(exc)[0]
     try:

@@ -17,9 +17,8 @@ from typing import Any
 import docker.errors
 import requests
 
-import docker
 from dflash_serve import paths
-from dflash_serve.dockerd import REFUSES, explanation, no_answer
+from dflash_serve.dockerd import REFUSES, connect, explanation, no_answer
 from dflash_serve.errors import BuildFailed
 from dflash_serve.findings import Severity
 from dflash_serve.image.builder import Log, reason
@@ -143,7 +142,7 @@ def connected() -> Iterator[Any]:
         BuildFailed: it can't be reached, or refuses what the block did not catch itself.
     """
     try:
-        client = docker.from_env(timeout=30)
+        client = connect(timeout=30)
         try:
             client.ping()
             yield client

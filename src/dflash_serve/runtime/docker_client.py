@@ -10,8 +10,7 @@ from typing import Any
 import docker.errors
 import requests
 
-import docker
-from dflash_serve.dockerd import REFUSES, explanation, no_answer
+from dflash_serve.dockerd import REFUSES, connect, explanation, no_answer
 from dflash_serve.errors import StartFailed
 
 # Longer than any grace period: a stop answers when the container has ended.
@@ -35,7 +34,7 @@ def engine(timeout: int = QUICK_S) -> Iterator[Any]:
         if client is not None and timeout == QUICK_S:
             yield client
             return
-        client = docker.from_env(timeout=timeout)
+        client = connect(timeout)
         try:
             yield client
         finally:
