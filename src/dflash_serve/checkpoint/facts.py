@@ -6,10 +6,11 @@ these; nothing here reads a file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from dflash_serve.checkpoint.quantization import Quantization, WeightFormat
+from dflash_serve.values import dataclass
 
 
 class LayerKind(StrEnum):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash_serve.errors import CheckpointError
+from dflash_serve.values import dataclass
 
 MAX_BYTES = 64 * 1024 * 1024
 MAX_DIM = 1 << 31  # no dimension, count or position of a real model comes near

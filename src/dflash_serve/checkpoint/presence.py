@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.checkpoint.hub_cache import PARTIAL, repo_folder
@@ -15,6 +14,7 @@ from dflash_serve.checkpoint.safetensors_header import MAX_HEADER, weight_files
 from dflash_serve.checkpoint.snapshot import missing_of_series
 from dflash_serve.errors import CheckpointError
 from dflash_serve.recipe.schema import Checkpoint
+from dflash_serve.values import dataclass
 
 OTHER_WEIGHTS = (".bin", ".pt", ".gguf")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_serve.checkpoint.json_config import read_json
 from dflash_serve.checkpoint.quantization import DTYPE_BYTES
 from dflash_serve.errors import CheckpointError
+from dflash_serve.values import dataclass
 
 MAX_HEADER = 100_000_000  # the format's own limit
 INDEX = "model.safetensors.index.json"

@@ -6,12 +6,12 @@ import os
 import re
 import stat
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.checkpoint.safetensors_header import FIX, INDEX, index_map, read_header, weight_files
 from dflash_serve.errors import CheckpointError
 from dflash_serve.findings import Finding, note, refuse
+from dflash_serve.values import dataclass
 
 MAX_LINKS = 40
 MAX_FILES = 20_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from dflash_serve.checkpoint.facts import DrafterFacts, LayerKind, TargetFacts, 
 from dflash_serve.checkpoint.quantization import Part, WeightFormat, part_bytes
 from dflash_serve.checkpoint.safetensors_header import read_header, weight_files
 from dflash_serve.errors import CheckpointError
+from dflash_serve.values import dataclass
 
 
 class TensorGroup(StrEnum):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.findings import Finding, refuse
 from dflash_serve.overlay.rules import Outcome, Rule, Situation, judge, load_rules
 from dflash_serve.overlay.spec import Kind, OverlaySpec, SnapshotSource
+from dflash_serve.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

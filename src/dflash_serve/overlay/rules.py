@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from dflash_serve.checkpoint.facts import DrafterFacts, Rope, TargetFacts
 from dflash_serve.errors import RecipeError
 from dflash_serve.kept import kept
 from dflash_serve.overlay.versions import satisfies
+from dflash_serve.values import dataclass
 
 Url = Annotated[str, StringConstraints(pattern=r"^https://\S+$")]
 Verdict = Literal["needed", "not-needed", "refused"]

@@ -8,12 +8,13 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_serve.checkpoint.snapshot import snapshot_root
 from dflash_serve.errors import CheckpointError
+from dflash_serve.values import dataclass
 
 BUILDER_VERSION = 1  # raise it when the same inputs give another tree
 

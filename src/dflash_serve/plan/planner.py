@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from dflash_serve import environment, paths
 from dflash_serve.checkpoint.facts import DrafterFacts
@@ -30,6 +30,7 @@ from dflash_serve.shape.arguments import environment as shape_environment
 from dflash_serve.shape.lookup import Pair, pair_of
 from dflash_serve.shape.model import ServingShape
 from dflash_serve.shape.patched import Patched
+from dflash_serve.values import dataclass
 from dflash_serve.version import __version__
 
 # How the server is started. `vllm serve` needs package metadata named vllm, which the CPU build does not have.

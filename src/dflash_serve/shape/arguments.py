@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_serve.errors import UsageError
 from dflash_serve.recipe.schema import Method, Recipe, Sampling
 from dflash_serve.shape.model import ServingShape
 from dflash_serve.shape.versions import NEWEST, OLDEST, release
+from dflash_serve.values import dataclass
 
 # vLLM spells both generations `dflash`; the drafter's architecture tells them apart.
 METHODS = {Method.DFLASH2.value: "dflash", Method.DFLASH.value: "dflash", Method.MTP.value: "mtp"}

@@ -7,11 +7,12 @@ and the model's own KV dtype as long as it can, and a long-context recipe keeps 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.shape.memory import MemoryBudget, Shape, highest_utilization, memory_budget
 from dflash_serve.shape.weights import Checkpoints
+from dflash_serve.values import dataclass
 
 MIN_WINDOW = 8192
 BATCHED = (8192, 4096, 2048)

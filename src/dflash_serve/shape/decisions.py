@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dflash_serve.checkpoint.facts import DrafterFacts, LayerKind, TargetFacts
 from dflash_serve.recipe.schema import Goal, Recipe
 from dflash_serve.shape.candidates import Candidate
@@ -14,6 +12,7 @@ from dflash_serve.shape.model import Decision
 from dflash_serve.shape.patched import Patched
 from dflash_serve.shape.weights import Checkpoints
 from dflash_serve.shape.wishes import Wishes
+from dflash_serve.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.findings import Finding, warn
 from dflash_serve.recipe.schema import Method, Recipe
@@ -12,6 +10,7 @@ from dflash_serve.shape.machine import Machine
 from dflash_serve.shape.model import Decision
 from dflash_serve.shape.tables import crossover
 from dflash_serve.shape.wishes import Wishes
+from dflash_serve.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+
+from dflash_serve.values import dataclass
 
 LARGEST = 512
 LARGEST_SM100 = 1024

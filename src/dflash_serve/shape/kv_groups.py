@@ -7,7 +7,7 @@ wastes the rest ("padding layers" in vLLM's log). `vllm` is vLLM's own rule of v
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from dflash_serve.checkpoint.facts import DrafterFacts, LayerKind, TargetFacts
@@ -19,6 +19,7 @@ from dflash_serve.shape.kv_pages import (
     kv_dtype,
     state_bytes,
 )
+from dflash_serve.values import dataclass
 
 # A request besides the full window is counted with this many tokens.
 SHORT_REQUEST = 4096

@@ -6,11 +6,11 @@ Arithmetic read in vLLM 0.33.0: v1/kv_cache_interface.py (page sizes), platforms
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 from dflash_serve.checkpoint.facts import GdnDims
 from dflash_serve.errors import UsageError
+from dflash_serve.values import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from dflash_serve.checkpoint.facts import DrafterFacts, TargetFacts
 from dflash_serve.findings import Finding, note, refuse, warn
@@ -12,6 +11,7 @@ from dflash_serve.shape.backends import expected_backend
 from dflash_serve.shape.constants import GIB
 from dflash_serve.shape.memory import MemoryBudget, Shape
 from dflash_serve.shape.versions import at_least
+from dflash_serve.values import dataclass
 
 # Rope types whose position table merely grows with the window (vLLM 0.33.0: config/speculative.py).
 TABLE_ROPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from dflash_serve.errors import CheckpointError
 from dflash_serve.recipe.naming import errors_for
 from dflash_serve.recipe.schema import Checkpoint, Recipe
 from dflash_serve.shape.known import known_drafter, known_target
+from dflash_serve.values import dataclass
 
 FactsT = TypeVar("FactsT")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 from dflash_serve.errors import UsageError
 from dflash_serve.hardware.model import Gpu, Inventory
 from dflash_serve.hardware.tables import Architecture, architecture_of
 from dflash_serve.shape.constants import GIB
+from dflash_serve.values import dataclass
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ profiling run and an estimate for CUDA graphs, and gives the rest to the KV pool
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from dflash_serve.checkpoint.facts import DrafterFacts, LayerKind, TargetFacts
 from dflash_serve.shape.constants import GIB, MIB, constants
@@ -16,6 +16,7 @@ from dflash_serve.shape.kv_groups import CacheInputs, CacheLayout, Grouping, cac
 from dflash_serve.shape.kv_pages import KERNEL_BLOCK
 from dflash_serve.shape.versions import at_least
 from dflash_serve.shape.weights import Checkpoints, weight_parts
+from dflash_serve.values import dataclass
 
 POOL = "KV pool"
 # Where the prefill kernel exports states, blocks are multiples of its stride (gdn_attn.py).

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from dflash_serve.findings import Finding, Severity
 from dflash_serve.shape.memory import MemoryBudget
+from dflash_serve.values import dataclass
 
 Scalar = bool | int | float | str | None
 Source = Literal["auto", "recipe", "gpu", "set"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from dflash_serve.shape.kv_groups import Grouping
+from dflash_serve.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ ReplicatedLinear and plain parameters there).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.checkpoint.facts import DrafterFacts, LayerKind, TargetFacts
 from dflash_serve.checkpoint.tensor_bytes import TensorBytes, TensorGroup, drafter_bytes, target_bytes
 from dflash_serve.shape.kv_pages import DTYPE_BYTES
+from dflash_serve.values import dataclass
 
 REPLICATED = frozenset(
     {TensorGroup.NORMS, TensorGroup.FC, TensorGroup.CONV, TensorGroup.SELECTOR, TensorGroup.SELECTOR_CODEBOOKS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from dflash_serve.errors import UsageError
 from dflash_serve.recipe.schema import Drafter, GpuOverride, Recipe, Serve
 from dflash_serve.shape.model import Decision, Source
+from dflash_serve.values import dataclass
 
 # Keys of `--set` that aren't in the recipe's `serve`, and where the recipe has them.
 _DRAFTER_KEYS = {
