@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -83,16 +84,19 @@ def made(
 
 
 @pytest.fixture(scope="module")
-def prometheus(engine: Engine) -> str:
-    """A stand-in for Prometheus's image, from the distribution's package."""
-    dockerfile = (
-        f"FROM {engine.base}\nRUN apt-get update && apt-get install -y --no-install-recommends prometheus "
-        '&& rm -rf /var/lib/apt/lists/*\nENTRYPOINT ["/usr/bin/prometheus"]\n'
-    )
-    subprocess.run(
-        ["docker", "build", "--quiet", "--network", "host", "--tag", PROMETHEUS, "-"],
-        input=dockerfile, text=True, check=True, capture_output=True,
-    )  # fmt: skip
+def prometheus(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A stand-in for Prometheus's image: the programs of this machine's own package, and the libraries they load."""
+    root = tmp_path_factory.mktemp("prometheus")
+    for name in ("prometheus", "promtool"):
+        program = shutil.which(name)
+        assert program, f"{name} is not installed: apt-get install prometheus"
+        loaded = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        for file in (program, *re.findall(r"(?:=> |^\s*)(/\S+) \(", loaded, re.MULTILINE)):
+            place = root / "files" / (f"usr/bin/{name}" if file == program else file[1:])
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, place)
+    (root / "Dockerfile").write_text('FROM scratch\nCOPY files /\nENTRYPOINT ["/usr/bin/prometheus"]\n')
+    subprocess.run(["docker", "build", "--quiet", "--tag", PROMETHEUS, root], check=True, capture_output=True)
     return PROMETHEUS
 
 
