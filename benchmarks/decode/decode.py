@@ -142,6 +142,7 @@ def child(args: argparse.Namespace) -> None:
     """One start of one set; what is measured so far stays on disk."""
     name, _ = switches(args.child)
     lines: list[str] = []
+    keep_lines(lines)
     draft = DraftTimes()
     if name != STOCK or args.rehearse:  # a CPU build serves no DFlash2 without it
         from dflash2_patches import plugin
@@ -149,7 +150,6 @@ def child(args: argparse.Namespace) -> None:
         plugin.register()
     import vllm
 
-    logging.getLogger("vllm").addHandler(Keep(lines))
     draft.watch()
     spec = {"method": "dflash", "model": str(args.shape / "drafter"), "num_speculative_tokens": 7}
     spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": args.acceptance}
@@ -190,17 +190,22 @@ def child(args: argparse.Namespace) -> None:
         save(args.out, data)
 
 
-class Keep(logging.Handler):
-    """Keeps the lines of vLLM's log that tell about memory, compilation and patches."""
+def keep_lines(lines: list[str]) -> None:
+    """Keep what vLLM's log tells about memory, compilation and patches.
 
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__(logging.INFO)
-        self.lines = lines
+    vLLM replaces the handlers of its loggers, so records are watched where they are made.
+    """
+    original = logging.getLogRecordFactory()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if KEPT.search(text):
-            self.lines.append(text[:300])
+    def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = original(*args, **kwargs)
+        if record.name.startswith("vllm"):
+            text = record.getMessage()
+            if KEPT.search(text):
+                lines.append(text[:300])
+        return record
+
+    logging.setLogRecordFactory(factory)
 
 
 class DraftTimes:
