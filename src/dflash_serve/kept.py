@@ -49,7 +49,10 @@ def kept(name: str, sources: Sequence[Path], make: Callable[[], T], *, current: 
         return make()
     identity = (FORMAT, __version__, pydantic.VERSION, sys.version_info[:3], name, content)
     slot = hashlib.sha256("\0".join((name, *map(str, sources))).encode()).hexdigest()[:24]
-    file = paths.cache_home() / "kept" / f"{name}-{slot}.pickle"
+    try:
+        file = paths.cache_home() / "kept" / f"{name}-{slot}.pickle"
+    except (OSError, RuntimeError):  # a user without a home, as in a container
+        return make()
     found = _read(file, identity)
     if found is not None and (current is None or current(found[0])):
         value: T = found[0]

@@ -122,6 +122,16 @@ def test_a_cache_that_cannot_be_written_is_done_without(maker: Maker) -> None:
     assert [maker.get(), maker.get(), maker.calls] == ["one", "one", 2]
 
 
+def test_a_user_without_a_home_does_without(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DFLASH_SERVE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert [maker.get(), maker.get(), maker.calls] == ["one", "one", 2]
+
+
 def test_a_failure_is_not_kept(maker: Maker) -> None:
     def fail() -> list[Finding]:
         raise RecipeError("no", fix="never")
