@@ -154,10 +154,12 @@ def child(args: argparse.Namespace) -> None:
     spec = {"method": "dflash", "model": str(args.shape / "drafter"), "num_speculative_tokens": 7}
     spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": args.acceptance}
     more = {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.vllm)}
+    # Prompts are token ids, and shape27/ holds no tokenizer.
+    more = {"skip_tokenizer_init": True} | more
     if args.rehearse:
-        more |= {"enforce_eager": True, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.15} | more
+        more = {"enforce_eager": True, "gpu_memory_utilization": 0.15} | more
     else:
-        more |= {"gpu_memory_utilization": args.utilization, "gdn_prefill_backend": "triton"} | more
+        more = {"gpu_memory_utilization": args.utilization, "gdn_prefill_backend": "triton"} | more
     if args.quantization != "none" and not args.rehearse:
         more["quantization"] = args.quantization
     begun = time.time()
