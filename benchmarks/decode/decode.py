@@ -76,12 +76,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def switches(spec: str) -> tuple[str, dict[str, str]]:
-    """`ours=A,B=8` -> ("ours", {"A": "1", "B": "8"})."""
+    """`ours=A,B=8,x@9,y` -> ("ours", {"A": "1", "B": "8,x@9,y"}): what isn't in capitals belongs to the value before."""
     name, _, rest = spec.partition("=")
-    found = {}
+    found: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
-        found[key] = value or "1"
+        if re.fullmatch(r"[A-Z0-9_]+", key):
+            found[key] = value or "1"
+        elif found:
+            found[next(reversed(found))] += f",{item}"
+        else:
+            raise SystemExit(f"--set {spec}: {key} is no switch")
     if not name or (name == STOCK and found):
         raise SystemExit(f"--set {spec}: stock, or NAME=SWITCH,SWITCH=VALUE")
     return name, found

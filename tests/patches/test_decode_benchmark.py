@@ -25,7 +25,8 @@ def decode():
 def test_a_set_names_its_switches(decode):
     assert decode.switches("stock") == ("stock", {})
     assert decode.switches("ours=A,B=8") == ("ours", {"A": "1", "B": "8"})
-    for wrong in ("stock=A", "=A"):
+    assert decode.switches("ours=A=x@9,y,B") == ("ours", {"A": "x@9,y", "B": "1"})
+    for wrong in ("stock=A", "=A", "ours=a"):
         with pytest.raises(SystemExit):
             decode.switches(wrong)
 
