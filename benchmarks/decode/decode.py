@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def switches(spec: str) -> tuple[str, dict[str, str]]:
-    """`ours=A,B=8,x@9,y` -> ("ours", {"A": "1", "B": "8,x@9,y"}): what isn't in capitals belongs to the value before."""
+    """`ours=A,B=x@9,y` -> ("ours", {"A": "1", "B": "x@9,y"}): what is in no capitals belongs to the value before."""
     name, _, rest = spec.partition("=")
     found: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
