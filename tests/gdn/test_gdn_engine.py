@@ -143,6 +143,7 @@ class Engine:
         self.dice = random.Random(seed)
         slots = 2 * ROWS * WIDTH + 1
         layers = [Layer.make(seed + i, (1, 2), slots=slots, query=DRAFTS + 1) for i in range(2)]
+        layers[1].state = layers[0].state  # vLLM gives layers of different groups the same memory, in different blocks
         self.layers = [GatedLayer(str(i), layer) for i, layer in enumerate(layers)]
         for layer in self.layers:
             layer.kv_cache = (torch.zeros(slots, 3 + DRAFTS, 2), layer.layer.state)
@@ -341,15 +342,15 @@ def test_requests_see_the_states_of_their_accepted_tokens(monkeypatch: pytest.Mo
     for row in range(ROWS):
         engine.add(row, engine.dice.randint(3, 12))
     for turn in range(9):
-        rows = engine.dice.sample(range(ROWS), engine.dice.randint(1, ROWS))
+        rows = engine.dice.sample(range(ROWS), engine.dice.randint(2, ROWS))
         engine.step(rows)
-        if turn == 5:  # finished or preempted: another request in that slot, its prompt beside verifications
+        if turn in (3, 6):  # finished or preempted: another request in that slot, its prompt beside verifications
             engine.add(rows[0], engine.dice.randint(3, 12))
         if turn % 3 == 0:  # an idle rank's dummy batch, or a warm-up: it must book nothing
             counts = engine.one.records.count.clone()
             engine.step(rows, dummy=True)
             assert torch.equal(counts, engine.one.records.count)
-    assert min(engine.verified, engine.mixed, engine.boundaries) > 2
+    assert (engine.verified > 8, engine.mixed > 1, engine.boundaries > 2) == (True, True, True)
 
 
 def test_a_request_that_leaves_verification_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

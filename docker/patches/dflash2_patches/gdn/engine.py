@@ -138,7 +138,7 @@ class OneState:
     query: int
     verifies: list[bool]
     index: dict[str, int] = field(default_factory=dict)
-    by_address: dict[int, int] = field(default_factory=dict)
+    by_parameter: dict[int, int] = field(default_factory=dict)
     layers: Layers | None = None
     tables: Tables | None = None
     moves: Moves | None = None
@@ -165,17 +165,24 @@ class OneState:
         index = {name: i for i, name in enumerate(names)}
         return cls(tuple(names), shape, records, plan, query, [False] * requests, index)
 
-    def bind(self, states: Mapping[str, Tensor], groups: Mapping[str, int], tables: Tables | None) -> None:
+    def bind(
+        self,
+        states: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        groups: Mapping[str, int],
+        tables: Tables | None,
+    ) -> None:
         """Take note of the states that vLLM allocated.
 
         Args:
-            states: recurrent state of each layer [S, HV, V, K].
+            states: recurrent state of each layer [S, HV, V, K]; layers of different groups share their memory.
+            parameters: `A_log` of each layer, by which a function that isn't told the layer knows it.
             groups: position of each layer's group among the recurrent groups.
             tables: the groups' block tables in align mode, else None.
         """
         ordered = [states[name] for name in self.names]
         self.layers = Layers.of(ordered, [groups[name] for name in self.names])
-        self.by_address = {state.data_ptr(): i for i, state in enumerate(ordered)}
+        self.by_parameter = {parameters[name].data_ptr(): i for i, name in enumerate(self.names)}
         self.tables = tables
         requests = self.records.rows
         self.moves = Moves.allocate(1 + max(groups.values()), requests, ordered[0].device) if tables else None

@@ -26,10 +26,12 @@ import triton
 import triton.language as tl
 
 from dflash2_patches.gdn.tiles import (
+    across,
     added,
     gated,
     gated_columns,
     multiplied,
+    normalized,
     products,
     replayed,
     replayed4,
@@ -147,7 +149,6 @@ def verify_kernel(
     if (length <= 0) | (bos < 0):
         return
 
-    o_k = tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
     o_t = tl.arange(0, TILE)
     valid = o_t < length
@@ -181,24 +182,31 @@ def verify_kernel(
     gate_ptr += bos * stride_gate + i_hv * V
 
     if FORM == "sequential":
-        state_ptr += o_v[:, None] * K + o_k[None, :]
-        S = tl.load(state_ptr).to(tl.float32)
+        # Four column blocks: a thread then holds 4 rows x 16 columns, and a sum over K is 3 exchanges, not 5 a row.
+        C: tl.constexpr = K // 4
+        o_c = tl.arange(0, C)
+        state_ptr += o_v[:, None] * K + o_c[None, :]
+        S0, S1 = tl.load(state_ptr).to(tl.float32), tl.load(state_ptr + C).to(tl.float32)
+        S2, S3 = tl.load(state_ptr + 2 * C).to(tl.float32), tl.load(state_ptr + 3 * C).to(tl.float32)
         if pending > 0:
-            S = stored(replayed(S, old_key, old_delta, old_decay, pending, o_k, o_v, K, V), state_ptr)
+            S0, S1, S2, S3 = replayed(S0, S1, S2, S3, old_key, old_delta, old_decay, pending, o_v, K, V)
+            S0, S1 = stored(S0, state_ptr), stored(S1, state_ptr + C)
+            S2, S3 = stored(S2, state_ptr + 2 * C), stored(S3, state_ptr + 3 * C)
         for t in range(length):
-            q = tl.load(q_ptr + t * stride_qkv + o_k).to(tl.float32)
-            raw = tl.load(k_ptr + t * stride_qkv + o_k)
-            k = raw.to(tl.float32)
+            raw = k_ptr + t * stride_qkv + o_c
+            r0, r1, r2, r3 = tl.load(raw), tl.load(raw + C), tl.load(raw + 2 * C), tl.load(raw + 3 * C)
+            k0, k1, k2, k3 = normalized(r0, r1, r2, r3)
+            q = q_ptr + t * stride_qkv + o_c
+            q0, q1, q2, q3 = normalized(tl.load(q), tl.load(q + C), tl.load(q + 2 * C), tl.load(q + 3 * C))
             v = tl.load(v_ptr + t * stride_qkv + o_v).to(tl.float32)
             x = tl.load(a_ptr + t * stride_a).to(tl.float32) + bias
             decay = tl.exp(neg_A * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x))
             beta = tl.sigmoid(tl.load(b_ptr + t * stride_b).to(tl.float32))
-            q = q * tl.rsqrt(tl.sum(q * q) + 1e-6) * scale
-            k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-            S *= decay
-            u = (v - tl.sum(S * k[None, :], 1)) * beta
-            S += u[:, None] * k[None, :]
-            o = tl.sum(S * q[None, :], 1).to(out_ptr.dtype.element_ty)
+            S0, S1, S2, S3 = S0 * decay, S1 * decay, S2 * decay, S3 * decay
+            u = (v - across(S0, S1, S2, S3, k0, k1, k2, k3)) * beta
+            S0, S1 = S0 + u[:, None] * k0[None, :], S1 + u[:, None] * k1[None, :]
+            S2, S3 = S2 + u[:, None] * k2[None, :], S3 + u[:, None] * k3[None, :]
+            o = (across(S0, S1, S2, S3, q0, q1, q2, q3) * scale).to(out_ptr.dtype.element_ty)
             if NORM:
                 wide = o.to(tl.float32)[None, :]
                 z = gate_ptr + t * stride_gate + o_v[None, :]
@@ -210,7 +218,11 @@ def verify_kernel(
             if i_v == 0:
                 tl.store(new_decay + t, decay)
             if stores_key:
-                tl.store(new_key + t * K + o_k, raw)
+                kept = new_key + t * K + o_c
+                tl.store(kept, r0)
+                tl.store(kept + C, r1)
+                tl.store(kept + 2 * C, r2)
+                tl.store(kept + 3 * C, r3)
     elif FORM == "stacked":
         C: tl.constexpr = K // 4
         o_c = tl.arange(0, C)
@@ -269,18 +281,18 @@ def verify_kernel(
 
         if pending > 0:
             o_j = tl.arange(0, TILE)
-            old = o_j < pending
+            waits = o_j < pending
             y_ptr = old_key + o_j[:, None] * K + o_c[None, :]
-            Y0 = tl.load(y_ptr, mask=old[:, None], other=0.0).to(tl.float32)
-            Y1 = tl.load(y_ptr + C, mask=old[:, None], other=0.0).to(tl.float32)
-            Y2 = tl.load(y_ptr + 2 * C, mask=old[:, None], other=0.0).to(tl.float32)
-            Y3 = tl.load(y_ptr + 3 * C, mask=old[:, None], other=0.0).to(tl.float32)
-            decay = tl.load(old_decay + o_j, mask=old, other=1.0)
+            Y0 = tl.load(y_ptr, mask=waits[:, None], other=0.0).to(tl.float32)
+            Y1 = tl.load(y_ptr + C, mask=waits[:, None], other=0.0).to(tl.float32)
+            Y2 = tl.load(y_ptr + 2 * C, mask=waits[:, None], other=0.0).to(tl.float32)
+            Y3 = tl.load(y_ptr + 3 * C, mask=waits[:, None], other=0.0).to(tl.float32)
+            decay = tl.load(old_decay + o_j, mask=waits, other=1.0)
             later = tl.reduce(tl.where(o_j[:, None] > o_j[None, :], decay[:, None], 1.0), 0, multiplied)
             last = tl.reduce(decay, 0, multiplied)
             norm_old = tl.rsqrt(tl.sum(Y0 * Y0 + Y1 * Y1 + Y2 * Y2 + Y3 * Y3, 1) + 1e-6)
             norm_old = tl.sum(tl.where(o_j[:, None] == o_j[None, :], norm_old[:, None], 0.0), 0)
-            U = tl.load(old_delta + o_j[None, :] * V + o_v[:, None], mask=old[None, :], other=0.0)
+            U = tl.load(old_delta + o_j[None, :] * V + o_v[:, None], mask=waits[None, :], other=0.0)
             U *= (later * norm_old)[None, :]
             S0, S1 = (
                 stored(added(S0 * last, U, Y0, EXACT), state_ptr),
@@ -410,14 +422,19 @@ def commit_kernel(
         return
 
     i_h = i_hv // (HV // H)
-    o_k = tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
     old = (i_l * 2 + (tl.load(side_ptr + i_n).to(tl.int64) & 1)) * num_rows + row
     key_ptr += (old * H + i_h) * (QUERY * K)
     delta_ptr += (old * HV + i_hv) * (QUERY * V)
     decay_ptr += (old * HV + i_hv) * QUERY
     state_ptr = tl.load(addresses_ptr + i_l).to(tl.pointer_type(state_ref.dtype.element_ty))
-    tile = i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
-    S = tl.load(state_ptr + slot * stride_state + tile).to(tl.float32)
-    S = replayed(S, key_ptr, delta_ptr, decay_ptr, length, o_k, o_v, K, V)
-    tl.store(state_ptr + final * stride_state + tile, S.to(state_ref.dtype.element_ty))
+    C: tl.constexpr = K // 4
+    tile = i_hv * (V * K) + o_v[:, None] * K + tl.arange(0, C)[None, :]
+    source, target = state_ptr + slot * stride_state + tile, state_ptr + final * stride_state + tile
+    S0, S1 = tl.load(source).to(tl.float32), tl.load(source + C).to(tl.float32)
+    S2, S3 = tl.load(source + 2 * C).to(tl.float32), tl.load(source + 3 * C).to(tl.float32)
+    S0, S1, S2, S3 = replayed(S0, S1, S2, S3, key_ptr, delta_ptr, decay_ptr, length, o_v, K, V)
+    stored(S0, target)
+    stored(S1, target + C)
+    stored(S2, target + 2 * C)
+    stored(S3, target + 3 * C)

@@ -10,15 +10,32 @@ import triton.language as tl
 
 
 @triton.jit
-def replayed(S, key_ptr, delta_ptr, decay_ptr, last, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
-    """S [BV, K] after the first `last` recorded tokens; pointers at the row's head."""
+def normalized(x0, x1, x2, x3):
+    """A vector in four blocks, in float32, divided by its length."""
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    r = tl.rsqrt(tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3) + 1e-6)
+    return x0 * r, x1 * r, x2 * r, x3 * r
+
+
+@triton.jit
+def across(S0, S1, S2, S3, x0, x1, x2, x3):
+    """A state in four column blocks times a vector: sums over K [BV]."""
+    return tl.sum(S0 * x0[None, :] + S1 * x1[None, :] + S2 * x2[None, :] + S3 * x3[None, :], 1)
+
+
+@triton.jit
+def replayed(S0, S1, S2, S3, key_ptr, delta_ptr, decay_ptr, last, o_v, K: tl.constexpr, V: tl.constexpr):
+    """S [BV, K], in four column blocks, after the first `last` recorded tokens; pointers at the row's head."""
+    C: tl.constexpr = K // 4
+    o_c = tl.arange(0, C)
     for j in range(last):
-        k = tl.load(key_ptr + j * K + o_k).to(tl.float32)
-        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+        k = key_ptr + j * K + o_c
+        k0, k1, k2, k3 = normalized(tl.load(k), tl.load(k + C), tl.load(k + 2 * C), tl.load(k + 3 * C))
         u = tl.load(delta_ptr + j * V + o_v)
-        S *= tl.load(decay_ptr + j)
-        S += u[:, None] * k[None, :]
-    return S
+        decay = tl.load(decay_ptr + j)
+        S0, S1 = S0 * decay + u[:, None] * k0[None, :], S1 * decay + u[:, None] * k1[None, :]
+        S2, S3 = S2 * decay + u[:, None] * k2[None, :], S3 * decay + u[:, None] * k3[None, :]
+    return S0, S1, S2, S3
 
 
 @triton.jit

@@ -245,7 +245,7 @@ def _bind(self: Any, state: Any, group_ids: list[int], kv_cache_config: Any) -> 
         made = self._mamba_ctx
         width = made.block_table_stride_req
         tables = Tables(made.block_table_ptrs, made.block_table_stride_req, width, made.block_size)
-    state.bind(states, groups, tables)
+    state.bind(states, {name: context[name].A_log for name in state.names}, groups, tables)
 
 
 def _verify_unfused(state: Any, **given: Any) -> tuple[Any, Any]:
@@ -257,7 +257,7 @@ def _verify_unfused(state: Any, **given: Any) -> tuple[Any, Any]:
     out = torch.empty_like(v)
     recurrent = given["initial_state"]
     state.verify(
-        state.by_address[recurrent.data_ptr()],
+        state.by_parameter[given["A_log"].data_ptr()],
         mixed,
         given["a"],
         given["b"],
