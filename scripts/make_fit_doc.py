@@ -121,6 +121,7 @@ def document(results: list[Result]) -> str:
         *_table("Rows that constants were fitted on", fits),
         *_table("Rows that only check them", checks),
         *_table("Rows that cannot be checked", [r for r in results if r.row["role"] == "unknown"]),
+        *_unmeasured(),
         *_parts(results),
         *_constants(),
         *_assumptions(results),
@@ -164,6 +165,18 @@ def _parts(results: list[Result]) -> list[str]:
         cells = [f"{value:.2f}" for pair in pairs for value in pair]
         lines.append(f"| {result.row['title']} | {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _unmeasured() -> list[str]:
+    """Shapes that `run_shapes.py` has and nobody measured yet."""
+    shapes = yaml.safe_load(ROWS.read_text(encoding="utf-8"))["unmeasured"]
+    lines = [
+        "## Planned and not measured",
+        "",
+        "`benchmarks/fit/run_shapes.py` would measure them on a GPU; no row stands for them:",
+        "",
+    ]
+    return [*lines, *(f"- `{shape['name']}`: {shape['text']}." for shape in shapes), ""]
 
 
 def _constants() -> list[str]:
