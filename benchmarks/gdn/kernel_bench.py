@@ -35,31 +35,28 @@ from steps import HEADS, LAYERS, Case, Step, checks, measured  # noqa: E402
 
 CLOSED = ((128, 8), (128, 16), (64, 4), (64, 8), (32, 2), (32, 4), (32, 8), (16, 2), (16, 4))
 SEQUENTIAL = ((128, 4), (128, 8), (128, 16), (64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (16, 1), (16, 2), (8, 1))
-STACKED = ((128, 4), (128, 8), (64, 2), (64, 4), (64, 8), (32, 1), (32, 2), (32, 4))
-FORMS = {"closed": CLOSED, "sequential": SEQUENTIAL, "stacked": STACKED}
-LAUNCHES = [Launch(*x, form) for form, launches in FORMS.items() for x in launches]
+LAUNCHES = [Launch(*x) for x in CLOSED] + [Launch(*x, True) for x in SEQUENTIAL]
 CHECKED = [
-    Launch(16, 1, "sequential"),
-    Launch(128, 8, "sequential"),
-    Launch(32, 2, "stacked"),
-    Launch(64, 4, "stacked"),
+    Launch(16, 1, True),
+    Launch(128, 8, True),
+    Launch(32, 1, True),
     Launch(32, 2),
+    Launch(64, 4),
 ]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMMITS = [(16, 4), (32, 4), (64, 8), (128, 8)]
 
 
 def check_cases(rehearse: bool) -> Iterator[tuple[Case, Launch]]:
-    checked = [launch for launch in CHECKED if any(launch.form == other.form for other in LAUNCHES)]
     if rehearse:
-        yield from ((Case(2, 3, dtype, (1, 2)), launch) for dtype in DTYPES.values() for launch in checked[:1])
+        yield from ((Case(2, 3, dtype, (1, 2)), launch) for dtype in DTYPES.values() for launch in CHECKED[:1])
         return
-    for launch in checked:
+    for launch in CHECKED:
         for dtype in DTYPES.values():
             for batch, drafts, heads in ((1, 7, HEADS), (16, 7, HEADS), (64, 3, (2, 4)), (5, 1, HEADS), (3, 5, (2, 4))):
                 yield Case(batch, drafts, dtype, heads), launch
     for drafts in range(1, 8):
-        yield Case(4, drafts, next(iter(DTYPES.values()))), checked[0]
+        yield Case(4, drafts, next(iter(DTYPES.values()))), CHECKED[0]
 
 
 def warm(part: int, parts: int, device: torch.device) -> None:
@@ -100,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, no times")
-    parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), help="forms to time")
+    parser.add_argument("--launch", nargs="*", metavar="ROWS,WARPS,FORM", help="launches to time; all when left out")
     parser.add_argument("--dtypes", nargs="*", choices=tuple(DTYPES), default=tuple(DTYPES), help="of the states")
     parser.add_argument("--workers", type=int, default=0, help="processes that compile beforehand")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop measuring after so long; what's done is kept")
@@ -109,23 +106,17 @@ def main() -> None:
     device = torch.device("cpu" if options.rehearse else "cuda")
     for name in DTYPES.keys() - set(options.dtypes):
         del DTYPES[name]
-    LAUNCHES[:] = [launch for launch in LAUNCHES if launch.form in options.forms]
+    if options.launch:
+        chosen = [item.split(",") for item in options.launch]
+        LAUNCHES[:] = [Launch(int(rows), int(warps), form == "sequential") for rows, warps, form in chosen]
     if options.warm:
         warm(*options.warm, device)
         return
     begun = time.monotonic()
     if options.workers:
-        base = [
-            sys.executable,
-            __file__,
-            "--out",
-            "-",
-            "--forms",
-            *options.forms,
-            "--dtypes",
-            *options.dtypes,
-            "--warm",
-        ]
+        base = [sys.executable, __file__, "--out", "-", "--dtypes", *options.dtypes]
+        base += ["--launch", *options.launch] if options.launch else []
+        base.append("--warm")
         running = [subprocess.Popen([*base, str(i), str(options.workers)]) for i in range(options.workers)]
         for process in running:
             process.wait()

@@ -15,7 +15,7 @@ from gdn_cases import DIM, Layer, Request, error, step
 
 pytestmark = pytest.mark.engine
 
-LAUNCHES = {"closed": Launch(), "sequential": Launch(form="sequential")}
+LAUNCHES = {"closed": Launch(), "sequential": Launch(sequential=True)}
 
 
 def moves(layer: Layer, rows: list[int], slots: list[int], final: list[int], lengths: list[int]) -> Moves:
@@ -72,7 +72,7 @@ def test_commit_of_several_layers_equals_the_replay_in_the_next_verification(lau
     for layer, state in zip(layers, states, strict=True):
         step(layer, [layer.tokens(1)], [1], [2], [6], launch)
         # The closed form's replay folds a key's norm into its delta: one rounding elsewhere.
-        assert torch.equal(layer.state, state) if (launch.form == "sequential") else error(layer.state, state) < 2e-7
+        assert torch.equal(layer.state, state) if launch.sequential else error(layer.state, state) < 2e-7
 
 
 def test_layers_that_differ_are_refused() -> None:
@@ -205,7 +205,7 @@ class Server:
         out = torch.full((int(starts[-1]), 1, DIM), float("nan"))
         verify(
             mixed, tokens.a, tokens.b, gates.A_log, gates.dt_bias, layer.state, slots, self.plan, self.records, i,
-            starts, out, gates.scale, None, Launch(form=("sequential", "stacked")[i]),
+            starts, out, gates.scale, None, Launch(sequential=i == 0),
         )  # fmt: skip
         for n, row in enumerate(index.tolist()):
             part = slice(int(starts[n]), int(starts[n + 1]))

@@ -25,20 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dflash2_patches.gdn.tiles import (
-    across,
-    added,
-    gated,
-    gated_columns,
-    multiplied,
-    normalized,
-    products,
-    replayed,
-    replayed4,
-    seen,
-    split_dot,
-    stored,
-)
+from dflash2_patches.gdn.tiles import across, gated, normalized, products, replayed, replayed4, stored
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -131,9 +118,8 @@ def verify_kernel(
     BV: tl.constexpr,
     QUERY: tl.constexpr,
     TILE: tl.constexpr,
-    HALF: tl.constexpr,
     SQUARINGS: tl.constexpr,
-    FORM: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
     NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     EXACT: tl.constexpr,
@@ -181,7 +167,7 @@ def verify_kernel(
     b_ptr += bos * stride_b + i_hv
     gate_ptr += bos * stride_gate + i_hv * V
 
-    if FORM == "sequential":
+    if SEQUENTIAL:
         # Four column blocks: a thread then holds 4 rows x 16 columns, and a sum over K is 3 exchanges, not 5 a row.
         C: tl.constexpr = K // 4
         o_c = tl.arange(0, C)
@@ -223,99 +209,6 @@ def verify_kernel(
                 tl.store(kept + C, r1)
                 tl.store(kept + 2 * C, r2)
                 tl.store(kept + 3 * C, r3)
-    elif FORM == "stacked":
-        C: tl.constexpr = K // 4
-        o_c = tl.arange(0, C)
-        state_ptr += o_v[:, None] * K + o_c[None, :]
-        S0, S1 = tl.load(state_ptr).to(tl.float32), tl.load(state_ptr + C).to(tl.float32)
-        S2, S3 = tl.load(state_ptr + 2 * C).to(tl.float32), tl.load(state_ptr + 3 * C).to(tl.float32)
-        # Rows 0 .. ROWS / 2 - 1 are the keys, the others the queries: one product of the state with both.
-        ROWS: tl.constexpr = 2 * HALF
-        o_r = tl.arange(0, ROWS)
-        is_key = o_r < HALF
-        t = tl.where(is_key, o_r, o_r - HALF)
-        inside = t < length
-        x_ptr = tl.where(is_key, H * K, 0) + t * stride_qkv
-        x_ptr = q_ptr + x_ptr[:, None] + o_c[None, :]
-        keeps = (is_key & inside & stores_key)[:, None]
-        new_key += t[:, None] * K + o_c[None, :]
-        X0, X1 = tl.load(x_ptr, mask=inside[:, None], other=0.0), tl.load(x_ptr + C, mask=inside[:, None], other=0.0)
-        X2 = tl.load(x_ptr + 2 * C, mask=inside[:, None], other=0.0)
-        X3 = tl.load(x_ptr + 3 * C, mask=inside[:, None], other=0.0)
-        tl.store(new_key, X0, mask=keeps)
-        tl.store(new_key + C, X1, mask=keeps)
-        tl.store(new_key + 2 * C, X2, mask=keeps)
-        tl.store(new_key + 3 * C, X3, mask=keeps)
-        X0, X1, X2, X3 = X0.to(tl.float32), X1.to(tl.float32), X2.to(tl.float32), X3.to(tl.float32)
-
-        # What doesn't need the state: its loads are under way.
-        gram = split_dot(X0, tl.trans(X0), EXACT, False) + split_dot(X1, tl.trans(X1), EXACT, False)
-        gram += split_dot(X2, tl.trans(X2), EXACT, False) + split_dot(X3, tl.trans(X3), EXACT, False)
-        norm = tl.sum(X0 * X0 + X1 * X1 + X2 * X2 + X3 * X3, 1)
-        norm = tl.rsqrt(norm + 1e-6) * tl.where(is_key, 1.0, scale)
-        x = tl.load(a_ptr + t * stride_a, mask=inside, other=0.0).to(tl.float32) + bias
-        g = tl.where(inside, neg_A * tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x), 0.0)
-        beta = tl.sigmoid(tl.load(b_ptr + t * stride_b, mask=inside, other=0.0).to(tl.float32))
-        beta = tl.where(inside & is_key, beta, 0.0)
-        if i_v == 0:
-            tl.store(new_decay + t, tl.exp(g), mask=inside & is_key)
-        row, col = o_r[:, None], o_r[None, :]
-        t_row, t_col = t[:, None], t[None, :]
-        earlier = (col < HALF) & (t_col <= t_row)
-        total = tl.sum(tl.where(earlier, g[None, :], 0.0), 1)  # sum of g over s <= t
-        upright = (row < HALF) & (t_row <= t_col)
-        total_col = tl.sum(tl.where(upright, g[:, None], 0.0), 0)
-        norm_col = tl.sum(tl.where(row == col, norm[:, None], 0.0), 0)
-        beta_col = tl.sum(tl.where(row == col, beta[:, None], 0.0), 0)
-        # Transposed: row s acts on column t. Keys: + beta_t k_t k_s for s < t; queries: - q_t k_s for s <= t.
-        reach = tl.where(col < HALF, (t_row < t_col) & (row < HALF), (t_row <= t_col) & (row < HALF))
-        between = tl.exp(tl.where(reach, total_col[None, :] - total[:, None], 0.0))
-        weight = tl.where(col < HALF, beta_col, -1.0)
-        power = tl.where(reach, gram * norm[:, None] * norm_col[None, :] * between * weight, 0.0)
-        # (I + N)^-1 = (I - N)(I + N^2)(I + N^4)..., complete once 2^(SQUARINGS + 1) > QUERY.
-        eye = tl.where(row == col, 1.0, 0.0)
-        inverse = eye - power
-        for _ in tl.static_range(SQUARINGS):
-            power = tl.dot(power, power, input_precision="tf32x3")
-            inverse += tl.dot(inverse, power, input_precision="tf32x3")
-
-        if pending > 0:
-            o_j = tl.arange(0, TILE)
-            waits = o_j < pending
-            y_ptr = old_key + o_j[:, None] * K + o_c[None, :]
-            Y0 = tl.load(y_ptr, mask=waits[:, None], other=0.0).to(tl.float32)
-            Y1 = tl.load(y_ptr + C, mask=waits[:, None], other=0.0).to(tl.float32)
-            Y2 = tl.load(y_ptr + 2 * C, mask=waits[:, None], other=0.0).to(tl.float32)
-            Y3 = tl.load(y_ptr + 3 * C, mask=waits[:, None], other=0.0).to(tl.float32)
-            decay = tl.load(old_decay + o_j, mask=waits, other=1.0)
-            later = tl.reduce(tl.where(o_j[:, None] > o_j[None, :], decay[:, None], 1.0), 0, multiplied)
-            last = tl.reduce(decay, 0, multiplied)
-            norm_old = tl.rsqrt(tl.sum(Y0 * Y0 + Y1 * Y1 + Y2 * Y2 + Y3 * Y3, 1) + 1e-6)
-            norm_old = tl.sum(tl.where(o_j[:, None] == o_j[None, :], norm_old[:, None], 0.0), 0)
-            U = tl.load(old_delta + o_j[None, :] * V + o_v[:, None], mask=waits[None, :], other=0.0)
-            U *= (later * norm_old)[None, :]
-            S0, S1 = (
-                stored(added(S0 * last, U, Y0, EXACT), state_ptr),
-                stored(added(S1 * last, U, Y1, EXACT), state_ptr + C),
-            )
-            S2 = stored(added(S2 * last, U, Y2, EXACT), state_ptr + 2 * C)
-            S3 = stored(added(S3 * last, U, Y3, EXACT), state_ptr + 3 * C)
-
-        P = seen(S0, X0, EXACT, WIDE) + seen(S1, X1, EXACT, WIDE)
-        P += seen(S2, X2, EXACT, WIDE) + seen(S3, X3, EXACT, WIDE)
-        out_mask = (inside & (o_r >= HALF))[None, :]
-        delta_mask = (inside & is_key)[None, :]
-        v_ptr += t[None, :] * stride_qkv + o_v[:, None]
-        v = tl.load(v_ptr, mask=delta_mask, other=0.0).to(tl.float32)
-        decayed = norm_col * tl.exp(total_col)
-        d = beta_col[None, :] * v + tl.where(o_r < HALF, -beta_col * decayed, decayed)[None, :] * P
-        w = tl.dot(d, inverse, input_precision="tf32x3")
-        tl.store(new_delta + t[None, :] * V + o_v[:, None], w, mask=delta_mask)
-        o = w.to(out_ptr.dtype.element_ty)
-        if NORM:
-            z = gate_ptr + t[None, :] * stride_gate + o_v[:, None]
-            o = gated_columns(o.to(tl.float32), z, weight_ptr, out_mask, eps, V, SIGMOID).to(o.dtype)
-        tl.store(out_ptr + t[None, :] * (HV * V) + o_v[:, None], o, mask=out_mask)
     else:
         C: tl.constexpr = K // 4
         o_c = tl.arange(0, C)

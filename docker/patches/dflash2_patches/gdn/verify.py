@@ -26,19 +26,19 @@ class Launch:
     Attributes:
         block_v: rows of the state a program owns; with less than a head the gated norm is a second kernel.
         warps: warps a program.
-        form: `sequential`, token by token; `closed` or `stacked`, all tokens in products (docs/gdn-verification.md).
+        sequential: token by token instead of the closed form (docs/gdn-verification.md).
     """
 
     block_v: int = HEAD_DIM
     warps: int = 8
-    form: str = "closed"
+    sequential: bool = False
 
 
 def launch_for(requests: int, state: torch.dtype) -> Launch:
     """The fastest launch of those measured for a batch (benchmarks/gdn, sm_90, 48 value heads)."""
     if state == torch.bfloat16:
         return Launch(block_v=64, warps=4)
-    return Launch(block_v=32, warps=2) if requests < 4 else Launch(block_v=16, warps=1, form="sequential")
+    return Launch(block_v=16 if requests < 16 else 32, warps=1, sequential=True)
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,8 @@ def verify(
         BV=launch.block_v,
         QUERY=query,
         TILE=max(16, triton.next_power_of_2(query)),
-        HALF=max(8, triton.next_power_of_2(query)),
-        # N^query = 0 in the closed form; the stacked one has the outputs as one more step.
-        SQUARINGS=query.bit_length() - 1 if launch.form == "stacked" else max((query - 1).bit_length() - 1, 0),
-        FORM=launch.form,
+        SQUARINGS=max((query - 1).bit_length() - 1, 0),
+        SEQUENTIAL=launch.sequential,
         NORM=fused,
         SIGMOID=norm is not None and norm.activation == "sigmoid",
         EXACT=mixed_qkv.dtype in (torch.bfloat16, torch.float16),
