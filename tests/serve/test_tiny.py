@@ -73,19 +73,16 @@ def test_nothing_secret_is_in_ps_or_the_log(shell: Shell, served: tuple[Api, Any
 
 
 def test_the_drafter_is_accepted_on_held_out_text(served: tuple[Api, Any, float]) -> None:
-    """Acceptance length on text the pair never saw: 2.79 over 64 tokens, 3.26 over the 128 of recipes/tiny/README.md.
-
-    Both by scripts/measure_acceptance.py --concurrency 4 --tokens; short answers are harder to draft than long ones.
-    """
+    """Acceptance length on text the pair never saw: 3.26 here, 3.38 on a GPU (recipes/tiny/README.md)."""
     api = served[0]
     before = parse(api.metrics())
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda prompt: api.greedy(prompt, 64), PROMPTS))
+        answers = list(pool.map(lambda prompt: api.greedy(prompt, HELD_OUT["max_tokens"]), PROMPTS))
     seen = parse(api.metrics()).since(before)
     print(f"acceptance length {seen.acceptance_length:.3f} over {seen.drafts:.0f} drafts; {seen.accepted_per_position}")
     assert len(answers) == len(PROMPTS) >= 20
     assert seen.acceptance_length is not None
-    assert seen.acceptance_length >= 2.6
+    assert seen.acceptance_length >= 3.0
     assert list(seen.accepted_per_position) == sorted(seen.accepted_per_position, reverse=True)
 
 
