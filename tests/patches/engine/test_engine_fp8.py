@@ -124,6 +124,68 @@ def test_a_layers_product_is_one_graph_for_any_number_of_tokens(matrix, form):
     assert len(graphs) == 1
 
 
+@pytest.fixture
+def scaled(monkeypatch):
+    """VLLM's two functions in PyTorch, with 9.0's table in force; `scaled` holds the rows of each product."""
+    import torch
+    from dflash2_patches.fp8 import choice, gemm
+    from vllm import _custom_ops as ops
+
+    multiplied, original = [], choice.padded
+
+    def quant(x, num_token_padding=None, use_per_token_if_dynamic=False):
+        assert use_per_token_if_dynamic
+        rows = max(num_token_padding or 0, x.shape[0])
+        values = torch.full((rows, x.shape[1]), float("nan")).to(torch.float8_e4m3fn)
+        scales = torch.full((rows, 1), float("nan"))
+        values[: x.shape[0]], held = gemm.rows.quantize_rows(x)
+        scales[: x.shape[0]] = held[:, None]
+        return values, scales
+
+    def product(a, b, scale_a, scale_b, out_dtype, bias):
+        multiplied.append(a.shape[0])
+        return ((a.float() @ b.float()) * scale_a * scale_b.t()).to(out_dtype)
+
+    monkeypatch.setattr(ops, "scaled_fp8_quant", quant)
+    monkeypatch.setattr(ops, "cutlass_scaled_mm", product)
+    monkeypatch.setattr(gemm.choice, "padded", lambda form, rows, capability: original(form, rows, (9, 0)))
+    return multiplied
+
+
+def test_the_scaled_product_pads_and_shows_no_row_of_it(matrix, scaled):
+    import torch
+    from dflash2_patches.fp8 import gemm
+
+    packed = gemm.pack(matrix(128, 256), "cutlass")
+    for tokens in (1, 16, 17, 63, 64, 100):
+        x = torch.randn(tokens, 256).to(torch.bfloat16)
+        found = gemm.multiply(packed, x)
+        assert found.shape == (tokens, 128)
+        assert found.is_contiguous()
+        assert relative(found, gemm.rows.product(x, packed.weight, packed.scale)) < 0.045
+    assert scaled == [1, 16, 64, 64, 64, 100]
+    assert gemm.multiply(packed, torch.empty(0, 256, dtype=torch.bfloat16)).shape == (0, 128)
+
+
+def test_one_graph_pads_each_number_of_tokens_by_itself(matrix, scaled):
+    import torch
+    from dflash2_patches.fp8 import gemm
+
+    packed, graphs = gemm.pack(matrix(128, 256), "cutlass"), []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: gemm.multiply(packed, x).relu(), backend=keep, fullgraph=True, dynamic=True)
+    inputs = [torch.randn(tokens, 256).to(torch.bfloat16) for tokens in (8, 32, 200)]
+    with torch.no_grad():
+        found = [compiled(x) for x in inputs]
+    assert scaled == [8, 64, 200]
+    assert len(graphs) == 1
+    assert all(torch.equal(out, gemm.multiply(packed, x).relu()) for out, x in zip(found, inputs, strict=True))
+
+
 @pytest.mark.parametrize("columns", [512, 300])
 def test_the_short_list_is_scored_as_the_head_scores(matrix, columns):
     import torch
@@ -236,6 +298,25 @@ def test_candidates_without_a_short_list_are_the_copys(drafter, in_force, monkey
     assert 0.9 * ids.numel() < shared
 
 
+def test_more_rows_than_the_copy_wins_at_go_to_the_shared_head(drafter, in_force, monkeypatch):
+    import torch
+    from dflash2_patches.fp8 import choice
+    from dflash2_patches.patches import fp8_draft_head
+
+    monkeypatch.setitem(choice.table().head_rows, "plain", 6)
+    model, calls = drafter(), []
+    assert "up to 6 rows" in fp8_draft_head.attach(model)
+    apply = model.lm_head.quant_method.apply
+    model.lm_head.quant_method.apply = lambda *args, **kwargs: calls.append(1) or apply(*args, **kwargs)
+    for rows, shared in ((6, 0), (7, 1)):
+        hidden = torch.randn(rows, 64).to(torch.bfloat16)
+        ids, values = model.compute_candidates(hidden)
+        assert len(calls) == shared
+        assert torch.equal(values, in_force.candidates(model, hidden)[1])
+        assert ids.shape == (rows, 16)
+        calls.clear()
+
+
 def test_a_head_that_cannot_have_a_copy_is_left_alone(drafter, in_force, monkeypatch):
     import torch
     from dflash2_patches.patches import fp8_draft_head
@@ -346,6 +427,27 @@ def test_a_drafter_is_converted_and_computes_nearly_the_same(body, in_force, loa
         assert ours.shape == theirs.shape
         assert ours.is_contiguous()
         assert 0 < relative(ours, theirs) < 0.05
+
+
+def test_what_is_faster_in_bf16_stays_unless_a_product_is_asked_for(body, monkeypatch):
+    from dflash2_patches.fp8 import gemm
+    from dflash2_patches.patches import fp8_draft_body
+
+    for asked in (False, True):
+        model = body[0]()
+        model._build_fused_kv_buffers()
+        convolution = type(model.fc)(64, 64)
+        model.layers[1].mlp_conv = type(model.layers[1])()
+        model.layers[1].mlp_conv.kernel_projection = convolution
+        kept = convolution.weight
+        if not asked:
+            monkeypatch.delenv(gemm.FORM)
+            monkeypatch.setattr(gemm, "choose", lambda *args: "plain")
+        else:
+            monkeypatch.setenv(gemm.FORM, "plain")
+        said = fp8_draft_body.convert(SimpleNamespace(model=model))
+        assert (convolution.weight is kept) == (not asked)
+        assert ("1 stay as they are (layers.1.mlp_conv.kernel_projection: faster in" in said) == (not asked)
 
 
 def test_a_quantized_drafter_keeps_its_own_weights(body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash2_patches.fp8 import gemm
+from dflash2_patches.fp8 import choice, gemm
 
 # `layers.*` and `fc` read most bytes; the candidate selector's projection (rank 256) is left as it is.
 _ROOTS = ("layers.", "fc")
@@ -66,7 +66,7 @@ def convert(model: Any, linear_base: type, method_base: type, plain: type) -> Co
             done.failed = f"{form} doesn't work here ({why})"
             return done
     for name, layer in layers:
-        packed = _packed(layer, plain)
+        packed = _packed(name, layer, plain)
         if isinstance(packed, str):
             done.kept[name] = packed
             continue
@@ -77,8 +77,10 @@ def convert(model: Any, linear_base: type, method_base: type, plain: type) -> Co
     return done
 
 
-def _packed(layer: Any, plain: type) -> gemm.Packed | str:
-    """The layer's matrix in fp8, or why not."""
+def _packed(name: str, layer: Any, plain: type) -> gemm.Packed | str:
+    """The layer's matrix in fp8, or why not. A product that is asked for is used for every matrix."""
+    if choice.stays(name) and not gemm.asked():
+        return "faster in its own dtype"
     if type(layer.quant_method) is not plain:
         return f"quantized already ({type(layer.quant_method).__name__})"
     return _pack(getattr(layer, "weight", None))

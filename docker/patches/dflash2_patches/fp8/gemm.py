@@ -8,8 +8,10 @@ Each way ("form") packs the rows once, at load, and multiplies in every step:
     triton8    kernels.rows_kernel, activations rounded to fp8 inside; sm_89 and newer
     plain      PyTorch, widened at every use: the reference, on any device
 
-`choose` is the only place that decides, by `PREFERRED` or `DFLASH2_FP8_GEMM`: forms separated by commas, of which the
-first that fits is taken; `FORM@ROWS` is for matrices of at least so many rows (`triton@16384,marlin`).
+`choose` is the only place that decides, by the measured table (choice.toml) or `DFLASH2_FP8_GEMM`: forms separated by
+commas, of which the first that fits is taken; `FORM@ROWS` is for matrices of at least so many rows
+(`triton@16384,marlin`). A matrix is held in one layout, so the number of tokens can't change its form; what depends on
+that number (`choice.padded`) is decided inside an operator, when it runs or is captured.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dflash2_patches.fp8 import rows
+from dflash2_patches.fp8 import choice, rows
 
 FORM = "DFLASH2_FP8_GEMM"
 # Tiles whose K is shared count their arrivals here; zero between launches. Launches of one device must not overlap,
@@ -72,7 +74,7 @@ def choose(capability: tuple[int, int] | None, num_rows: int, num_columns: int) 
         capability: CUDA compute capability; None on any other device.
         num_rows: outputs. num_columns: inputs.
     """
-    wanted = os.environ.get(FORM, "").strip().lower() or PREFERRED
+    wanted = asked() or ",".join(choice.table().prefer)
     for entry in wanted.split(","):
         form, _, least = entry.strip().partition("@")
         if form not in FORMS or not (least or "0").isdigit():
@@ -80,6 +82,11 @@ def choose(capability: tuple[int, int] | None, num_rows: int, num_columns: int) 
         if num_rows >= int(least or 0) and fits(form, capability, num_rows, num_columns):
             return form
     return None
+
+
+def asked() -> str:
+    """What `DFLASH2_FP8_GEMM` asks for; empty when the measured table decides."""
+    return os.environ.get(FORM, "").strip().lower()
 
 
 def fits(form: str, capability: tuple[int, int] | None, num_rows: int, num_columns: int) -> bool:
@@ -127,14 +134,17 @@ def trial(form: str, dtype: Any, device: Any) -> str:
 
     try:
         weight = torch.randn(256, 1024, device=device).to(dtype)
-        x = torch.randn(8, 1024, device=device).to(dtype)
-        found, expected = multiply(pack(weight, form), x).float(), rows.product(x, *rows.quantize_rows(weight)).float()
-        error = ((found - expected).norm() / expected.norm()).item()
+        packed, held, errors = pack(weight, form), rows.quantize_rows(weight), []
+        for tokens in (8, 24):  # the second is padded where that is faster
+            x = torch.randn(tokens, 1024, device=device).to(dtype)
+            found, expected = multiply(packed, x).float(), rows.product(x, *held).float()
+            errors.append(((found - expected).norm() / expected.norm()).item())
     except Exception as raised:
         text = (str(raised).splitlines() or [""])[0]
         return f"{type(raised).__name__}: {text}"
     # NaN compares false, so it never passes.
-    return "" if error < _ALLOWED.get(form, _ALLOWED_A16) else f"its relative error is {error:.3g}"
+    wrong = [error for error in errors if not error < _ALLOWED.get(form, _ALLOWED_A16)]
+    return f"its relative error is {wrong[0]:.3g}" if wrong else ""
 
 
 @dataclass(frozen=True)
@@ -174,17 +184,31 @@ def _marlin(x: Any, weight: Any, scale: Any, num_rows: int, num_columns: int) ->
     )
 
 
-def _columns_first(values: Any, scales: Any, dtype: Any) -> tuple[Any, Any]:
-    del dtype
-    return values.t(), scales.view(-1, 1)
-
-
 def _cutlass(x: Any, weight: Any, scale: Any, num_rows: int, num_columns: int) -> Any:
-    from vllm import _custom_ops as ops
+    import torch
 
     del num_rows, num_columns
-    rounded, per_token = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
-    return ops.cutlass_scaled_mm(rounded, weight, scale_a=per_token, scale_b=scale, out_dtype=x.dtype, bias=None)
+    return torch.ops.vllm.dflash2_fp8_scaled(x, weight, scale)
+
+
+def scaled_product(x: Any, values: Any, scales: Any) -> Any:
+    """VLLM's scaled product: x [tokens, columns] with fp8 rows [rows, columns]: [tokens, rows] in x's dtype.
+
+    Where more rows take less time, the rounded activations get rows that nobody reads: no launch more.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+
+    tokens = x.shape[0]
+    if tokens == 0:
+        return x.new_empty(0, values.shape[0])
+    least = choice.padded("cutlass", tokens, torch.cuda.get_device_capability(x.device) if x.is_cuda else None)
+    padding = least if least > tokens else None
+    rounded, per_token = ops.scaled_fp8_quant(x.contiguous(), num_token_padding=padding, use_per_token_if_dynamic=True)
+    out = ops.cutlass_scaled_mm(
+        rounded, values.t(), scale_a=per_token, scale_b=scales.view(-1, 1), out_dtype=x.dtype, bias=None
+    )
+    return out[:tokens]
 
 
 def tile(num_tokens: int, num_rows: int, num_columns: int, processors: int, a16: bool) -> Tile:
@@ -287,7 +311,10 @@ def _triton8(x: Any, weight: Any, scale: Any, num_rows: int, num_columns: int) -
 
 
 def register() -> None:
-    """Make `torch.ops.vllm.dflash2_fp8_rows` known, once a process: torch.compile sees one opaque operator."""
+    """Make `torch.ops.vllm.dflash2_fp8_rows` and `dflash2_fp8_scaled` known, once a process.
+
+    torch.compile sees one opaque operator each, so the number of tokens stays dynamic in its graph.
+    """
     import torch
     from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -297,14 +324,22 @@ def register() -> None:
     def dflash2_fp8_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, a16: bool) -> torch.Tensor:
         return rows_product(x, values, scales, a16)
 
-    def fake(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, a16: bool) -> torch.Tensor:
+    def rows_fake(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, a16: bool) -> torch.Tensor:
         del scales, a16
         return x.new_empty(x.shape[0], values.shape[0])
 
+    def dflash2_fp8_scaled(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return scaled_product(x, values, scales)
+
+    def scaled_fake(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        del scales
+        return x.new_empty(x.shape[0], values.shape[0])
+
     # `from __future__ import annotations` makes them strings, and the schema is read from types.
-    for function in (dflash2_fp8_rows, fake):
+    for function in (dflash2_fp8_rows, rows_fake, dflash2_fp8_scaled, scaled_fake):
         function.__annotations__ = {name: bool if name == "a16" else torch.Tensor for name in function.__annotations__}
-    direct_register_custom_op("dflash2_fp8_rows", dflash2_fp8_rows, fake_impl=fake)
+    direct_register_custom_op("dflash2_fp8_rows", dflash2_fp8_rows, fake_impl=rows_fake)
+    direct_register_custom_op("dflash2_fp8_scaled", dflash2_fp8_scaled, fake_impl=scaled_fake)
 
 
 def _as_they_are(values: Any, scales: Any, dtype: Any) -> tuple[Any, Any]:
@@ -319,10 +354,8 @@ def _plain(x: Any, weight: Any, scale: Any, num_rows: int, num_columns: int) -> 
 
 FORMS = {
     "marlin": Form(_marlin_lay_out, _marlin),
-    "cutlass": Form(_columns_first, _cutlass),
+    "cutlass": Form(_row_layout, _cutlass),
     "triton": Form(_row_layout, _triton),
     "triton8": Form(_row_layout, _triton8),
     "plain": Form(_as_they_are, _plain),
 }
-# In order of preference. benchmarks/draft_step compares them.
-PREFERRED = "marlin,cutlass"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dflash2_patches.fp8 import gemm
+from dflash2_patches.fp8 import choice, gemm
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,14 @@ class Draft:
 
     copy: gemm.Packed
     shortlist: int
+
+    def wins(self, num_rows: int) -> bool:
+        """Whether the copy was measured to be faster than the shared head for so many rows of hidden states.
+
+        The caller's tensor has that many when it runs or is captured: candidates aren't part of a compiled graph.
+        """
+        most = choice.head_rows(self.copy.form)
+        return most is None or num_rows <= most
 
 
 def refusal(lm_head: Any, processor: Any, form: str | None, top_k: int, shortlist: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FP8, _BF16, _SCALE = 1, 2, 4
+_KEPT = ("conv",)  # faster in bf16 (choice.toml)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class DrafterShape:
         )
 
     def matrices(self, tensor_parallel: int = 1) -> dict[str, tuple[int, int, int]]:
-        """(count, rows, columns) of every matrix that is converted, by its name, on one GPU.
+        """(count, rows, columns) of every matrix of the body, by its name, on one GPU.
 
         `fc` and the convolutions' projections are whole on each GPU; the others are split.
         """
@@ -76,5 +77,6 @@ def body_bytes(shape: DrafterShape, tensor_parallel: int = 1) -> int:
     """Bytes that converting the drafter's body adds to one GPU: negative, bf16 weights are replaced."""
     return sum(
         count * rows * (columns * (_FP8 - _BF16) + _SCALE)
-        for count, rows, columns in shape.matrices(tensor_parallel).values()
+        for name, (count, rows, columns) in shape.matrices(tensor_parallel).items()
+        if name not in _KEPT
     )

@@ -7,7 +7,6 @@ row by row; a layer whose shape, dtype or device doesn't fit stays as it is.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -72,9 +71,9 @@ def _compile_key(module: ModuleType) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
-            from dflash2_patches.fp8 import gemm
+            from dflash2_patches.fp8 import choice, gemm
 
-            key = f"{original(self, *args, **kwargs)} {ID} {os.environ.get(gemm.FORM, '')} {gemm.PREFERRED}"
+            key = f"{original(self, *args, **kwargs)} {ID} {gemm.asked()} {choice.table()}"
             return hashlib.sha256(key.encode()).hexdigest()[:10]
 
         return compute_hash

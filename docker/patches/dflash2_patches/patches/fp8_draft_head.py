@@ -31,7 +31,7 @@ def shortlist() -> int:
 
 def attach(model: Any) -> str:
     """Give a loaded drafter its copy; returns what was done, or why nothing was."""
-    from dflash2_patches.fp8 import body, gemm, head
+    from dflash2_patches.fp8 import body, choice, gemm, head
 
     if not hasattr(model, "candidate_logits_processor"):
         return f"candidates come from the shared LM head: {type(model).__name__} has its own way"
@@ -48,8 +48,10 @@ def attach(model: Any) -> str:
         return f"candidates come from the shared LM head: {why}"
     copy = gemm.pack(weight.data, form)
     model._dflash2_head = head.Draft(copy, count)
+    most = choice.head_rows(form)
     return (
         f"candidates come from an fp8 copy of the LM head ({form}, {copy.nbytes / 2**20:.0f} MiB, "
+        f"{'' if most is None else f'up to {most} rows, '}"
         f"{f'the best {count} scored exactly' if count else 'scores of the copy'})"
     )
 
@@ -72,7 +74,7 @@ def _candidates(module: ModuleType) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def compute_candidates(self: Any, hidden_states: Any) -> Any:
             draft = self.__dict__.get("_dflash2_head")
-            if draft is None:
+            if draft is None or not draft.wins(hidden_states.shape[0]):
                 return original(self, hidden_states)
             import sys
 
