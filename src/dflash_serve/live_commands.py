@@ -13,7 +13,7 @@ import click
 
 from dflash_serve.errors import UsageError
 from dflash_serve.observe import gpu, metrics
-from dflash_serve.observe.exposition import displayed
+from dflash_serve.observe.exposition import displayed, metrics_url
 from dflash_serve.observe.live import View, Watcher
 from dflash_serve.observe_commands import expected, read_key, served
 
@@ -34,9 +34,8 @@ def _options(command: Any) -> Any:
 def _watcher(source: str | None, recipe: str | None, key_file: Path | None) -> tuple[str, Watcher]:
     url = source or served()
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{displayed(url)} is no URL", fix="for example http://127.0.0.1:8000/metrics")
-    if url.count("/") == 2:
-        url += "/metrics"
+        raise UsageError(f"{displayed(url)} is no URL", fix="for example http://127.0.0.1:8000")
+    url = metrics_url(url)
     key = read_key(key_file)
     # What is shown and printed is the address without a password that it holds.
     return displayed(url), Watcher(

@@ -15,7 +15,7 @@ from dflash_serve.errors import ExitCode, UsageError
 from dflash_serve.findings import Severity
 from dflash_serve.observe import context
 from dflash_serve.observe.check import Expected, Reading, check, regression
-from dflash_serve.observe.exposition import MAX_BYTES, displayed, fetch
+from dflash_serve.observe.exposition import MAX_BYTES, displayed, fetch, metrics_url
 from dflash_serve.observe.metrics import MetricsError, Snapshot, parse
 
 
@@ -43,9 +43,10 @@ def check_command(
 ) -> None:
     """Say what is wrong; exit 0 when nothing is, 7 with findings, 2 when the text can't be judged.
 
-    Without a source: the server that runs here. Cron: dflash-serve metrics check >/dev/null || mail ...
+    Without a source: the server that runs here. A URL is the server's, or its /metrics.
+    Cron: dflash-serve metrics check >/dev/null || mail ...
     """
-    source = source or served()
+    source = metrics_url(source or served())
     key = read_key(key_file)
     if watch and earlier:
         raise UsageError("--watch reads twice itself", fix="leave --earlier out")
@@ -138,7 +139,7 @@ def summary(snapshot: Snapshot) -> str:
 
 def _read(source: str, key: str | None) -> Snapshot:
     if source.startswith(("http://", "https://")):
-        return parse(fetch(source, key=key))
+        return parse(fetch(metrics_url(source), key=key))
     try:
         with click.open_file(source, "rb") as handle:
             data = handle.read(MAX_BYTES + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from dflash_serve.live_commands import _watcher
 from dflash_serve.observe import exposition
-from dflash_serve.observe.exposition import displayed
+from dflash_serve.observe.exposition import displayed, metrics_url
 from dflash_serve.observe.metrics import MetricsError, scrape
+from dflash_serve.observe_commands import metrics
 
 TEXT = (Path(__file__).resolve().parents[1] / "data/metrics/vllm-0.32.0-tiny-idle.txt").read_bytes()
 Serve = Callable[[Callable[[BaseHTTPRequestHandler], None]], str]
@@ -147,3 +151,39 @@ def test_an_endless_page_is_cut_short(serve: Serve, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(exposition, "MAX_BYTES", 1 << 20)
     with pytest.raises(MetricsError, match="more than"):
         scrape(serve(send(b"# x\n" * (1 << 19))))
+
+
+@pytest.mark.parametrize(
+    ("url", "read"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000/metrics"),
+        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000/metrics"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/metrics"),
+        ("https://me:secret@host/v1/", "https://me:secret@host/metrics"),
+        ("http://[::1]:8000", "http://[::1]:8000/metrics"),
+        # Another path is meant as it is: a proxy's, a page with a query.
+        ("http://127.0.0.1:8000/metrics", "http://127.0.0.1:8000/metrics"),
+        ("http://host/replica-1/metrics", "http://host/replica-1/metrics"),
+        ("http://host/v1/metrics", "http://host/v1/metrics"),
+        ("http://host?engine=1", "http://host?engine=1"),
+        ("metrics.txt", "metrics.txt"),
+        ("-", "-"),
+    ],
+)
+def test_a_servers_address_leads_to_its_metrics(url: str, read: str) -> None:
+    assert metrics_url(url) == read
+
+
+def only_metrics(handler: BaseHTTPRequestHandler) -> None:
+    found = handler.path == "/metrics"
+    send(TEXT if found else b"", 200 if found else 404)(handler)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/metrics"])
+def test_metrics_check_and_the_live_views_take_a_servers_address(serve: Serve, path: str) -> None:
+    base = serve(only_metrics).removesuffix("/metrics")
+    done = CliRunner().invoke(metrics, ["check", base + path, "--baseline", base + path, "--json"])
+    assert json.loads(done.stdout)["source"] == base + "/metrics", done.output
+    shown, watcher = _watcher(base + path, None, None)
+    assert shown == base + "/metrics"
+    assert watcher.look().error == ""

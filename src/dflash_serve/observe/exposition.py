@@ -22,6 +22,8 @@ _SAMPLE = re.compile(
 )
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _USER = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*://)[^/?#]*@")
+# A server's address as people have it: the host alone, or the API's base that a start prints.
+_BASE = re.compile(r"(https?://[^/?#]+)(?:/|/v1/?)?")
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "\\": "\\", '"': '"'}
 
@@ -101,6 +103,12 @@ def _number(text: str) -> float | None:
 def displayed(url: str) -> str:
     """The URL without a user's name and password."""
     return _USER.sub(r"\1", url)
+
+
+def metrics_url(url: str) -> str:
+    """Where a server exports its metrics: `/metrics` of a base URL, with or without `/v1`; another URL as it is."""
+    base = _BASE.fullmatch(url)
+    return f"{base[1]}/metrics" if base else url
 
 
 def fetch(url: str, *, timeout: float = 5.0, key: str | None = None) -> str:
