@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import string
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from dflash_serve.plan.model import Plan
 from dflash_serve.progress import SilentProgress
 from dflash_serve.recipe import catalogue
 from dflash_serve.verify import boot, drafting, generation, load, lossless, reuse, telemetry
-from dflash_serve.verify.client import Client
+from dflash_serve.verify.client import Client, Completion
 from dflash_serve.verify.commands import verify as command
 from dflash_serve.verify.model import Abilities, Check, Level, Subject, failed, passed
 from dflash_serve.verify.report import Report, ask, examine
@@ -130,6 +132,52 @@ def test_non_increasing(rates: tuple[float, ...], good: bool) -> None:
 )
 def test_repetition(text: str, bad: bool) -> None:
     assert generation.repeats(text) is bad
+
+
+def seeded(alphabet: str, length: int = 100) -> list[str]:
+    return ["".join(random.Random(seed).choices(alphabet, k=length)) for seed in range(200)]
+
+
+# What a small model trained on code really said: hardly a blank in it.
+JOINED = "```\ndef _check_check_with_with_with_check_with_with_check_with_check_with_check_with_with"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [JOINED, "self.assertEqual(value.readLine(),expectedValue.fromBytes(otherName))", "A colour is blue and 4."],
+)
+def test_text_has_words_with_blanks_and_without(text: str) -> None:
+    assert len(generation.words_of(text)) >= 3
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        seeded(string.ascii_letters + string.digits + string.punctuation),
+        seeded(string.ascii_letters),
+        seeded(string.ascii_lowercase),
+        seeded(string.hexdigits),
+        # Another vocabulary's pieces, and code pieces of several scripts.
+        [
+            "textodhen22NOTÒrupt->unttop'*sivesecondzzBOsueposixaddrÓ°aysinf",
+            "ynamodbìĿ´.ControllerёSOURCE/日本getElement",
+        ],
+        ["checkcheckcheckwithwithwithcheckwithcheckcheck", "name_name_name_path_name_path_name", "()[]{}==//\\--++"],
+    ],
+    ids=["printable", "letters", "lower", "hex", "pieces", "too-few"],
+)
+def test_what_broken_weights_give_has_none(texts: list[str]) -> None:
+    for text in texts:
+        assert len(generation.words_of(text)) < 3, text
+
+
+@pytest.mark.parametrize(("said", "sound"), [(JOINED, True), (seeded(string.ascii_letters)[0], False)])
+def test_the_canary_takes_code_for_text(engine: FakeEngine, said: str, sound: bool) -> None:
+    subject = subject_of(engine)
+    subject.client.chat = lambda *a, **k: Completion(said, "length", 48, 0.1, 0.5)  # type: ignore[method-assign]
+    (check,) = generation.generation(subject)
+    assert check.passed is sound
+    assert sound or "is no text" in check.lines()[0]
 
 
 def test_the_picture_is_a_png_of_that_colour() -> None:

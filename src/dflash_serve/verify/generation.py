@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 import zlib
 from functools import cache
@@ -22,6 +23,11 @@ GREEDY: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+
+# Parts of a name: `check_with_path`, `checkWithPath`.
+_PART = re.compile(r"[A-Z]?[a-z]+")
+LONGEST_PART = 16
+CODE_SHARE = 0.7
 
 
 @cache
@@ -55,7 +61,7 @@ def generation(subject: Subject) -> list[Check]:
                 fix="a broken checkpoint, KV cache dtype or patch; try --set kv_cache_dtype=auto",
             )
         ]
-    words = [word for word in said.split() if any(c.isalpha() for c in word)]
+    words = words_of(said)
     if answer.tokens > 16 and (len(words) < 3 or said.count("\ufffd") > 2):
         return [
             failed(
@@ -204,6 +210,22 @@ def image(subject: Subject) -> list[Check]:
             fix="the vision tower's weights: dflash-serve fetch --verify; or serve text only",
         )
     ]
+
+
+def words_of(text: str) -> list[str]:
+    """Its words: pieces between blanks that have a letter, or what a text of code joins without blanks.
+
+    A name such as `check_with_path` has three. Its parts count only where words are most of an ASCII text, since random
+    characters and pieces of a foreign vocabulary have a few by chance.
+    """
+    apart = [word for word in text.split() if any(c.isalpha() for c in word)]
+    parts = (part for part in _PART.findall(text) if 3 <= len(part) <= LONGEST_PART)
+    joined = [part for part in parts if set(part.lower()) & set("aeiouy")]
+    letters = sum(not char.isspace() and char not in "_`" for char in text)
+    mostly = sum(map(len, joined)) >= CODE_SHARE * max(1, letters)
+    if len(apart) >= 3 or not text.isascii() or not mostly or len({part.lower() for part in joined}) < 3:
+        return apart
+    return joined
 
 
 def repeats(text: str) -> bool:
