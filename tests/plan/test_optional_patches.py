@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from dflash_serve import paths
 from dflash_serve.errors import RecipeError
 from dflash_serve.plan import patches
 from dflash_serve.shape.commands import fit as fit_command
+from dflash_serve.shape.known import known_checkpoints
 
 RECORDS: dict[str, dict[str, Any]] = {
     "always": {"title": "always", "applies_to": ["0.33.0"]},
@@ -64,10 +66,10 @@ def test_a_wish_for_no_patch_is_refused() -> None:
         patches.patch_decisions("0.33.0", (), {"always": "off"})
 
 
-def fit(*extra: str) -> dict[str, Any]:
+def fit(*extra: str, name: str = "qwen3.8-27b-fp8") -> dict[str, Any]:
     run = CliRunner().invoke(
         fit_command,
-        ["qwen3.8-27b-fp8", "--gpu", "1xh200", "--window", "131072", "--seqs", "16", "--json", *extra],
+        [name, "--gpu", "1xh200", "--window", "131072", "--seqs", "16", "--json", *extra],
         catch_exceptions=False,
     )
     assert run.exit_code == 0, run.output
@@ -89,3 +91,18 @@ def test_one_state_a_request_grows_the_pool_by_its_slots() -> None:
 def test_a_wish_that_is_none_is_told() -> None:
     run = CliRunner().invoke(fit_command, ["qwen3.8-27b-fp8", "--gpu", "1xh200", "--patch", "kv-grouping"])
     assert "--patch takes ID=on or ID=off" in str(run.exception)
+
+
+def test_fp8_drafts_cost_what_the_plugin_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(paths.project_root() / "docker" / "patches"))
+    from dflash2_patches.fp8.memory import DrafterShape, body_bytes, head_bytes
+
+    own = DrafterShape.of(known_checkpoints().bases["qwen3.8-27b-dflash2"].config)
+    off = fit("--patch", "all=off")
+    both = fit("--patch", "all=off", "--patch", "fp8-draft-head=on", "--patch", "fp8-draft-body=on")
+    stock, parts = ({part["name"]: part["bytes"] for part in made["parts"]} for made in (off, both))
+    assert parts["fp8 copy of the LM head"] == head_bytes(own) > 1e9
+    assert parts["drafter weights"] - stock["drafter weights"] == body_bytes(own) < -1e9
+    assert both["kv_pool_tokens"] > off["kv_pool_tokens"]
+    quantized = [fit("--patch", f"fp8-draft-body={on}", name="qwen3.8-27b-fp8-w4a16-draft") for on in ("on", "off")]
+    assert quantized[0]["kv_pool_tokens"] == quantized[1]["kv_pool_tokens"]

@@ -209,6 +209,8 @@ def _problem(
         prompt_logprobs=bool(logprobs.value) if logprobs else True,
         state_checkpoint=backends.state_export(major, request.vllm_version, gdn=gdn, prefix_caching=prefix_caching),
         grouping=request.patched.grouping,
+        fp8_head=request.patched.fp8_head and draft.k > 0,
+        fp8_body=request.patched.fp8_body and draft.k > 0,
         one_state=target.gdn is not None
         and request.patched.keeps_one_state(draft.k, state_dtype if state_dtype != "auto" else target.gdn.ssm_dtype),
         kv_cache_bytes=int(float(str(fixed_pool.value)) * GIB) if fixed_pool else None,

@@ -7,10 +7,11 @@ profiling run and an estimate for CUDA graphs, and gives the rest to the KV pool
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 
 from dflash_serve.checkpoint.facts import DrafterFacts, LayerKind, TargetFacts
 from dflash_serve.shape.constants import GIB, MIB, constants
+from dflash_serve.shape.draft_fp8 import body_bytes, head_bytes, takes_fp8
 from dflash_serve.shape.graphs import GraphCount, graph_count
 from dflash_serve.shape.kv_groups import CacheInputs, CacheLayout, Grouping, cache_layout
 from dflash_serve.shape.kv_pages import KERNEL_BLOCK
@@ -71,6 +72,8 @@ class Shape:
     async_scheduling: bool = True
     grouping: Grouping = "vllm"
     one_state: bool = False
+    fp8_head: bool = False
+    fp8_body: bool = False
     kv_cache_bytes: int | None = None
     weight_factor: float = 1.0
     vllm_version: str = "0.33.0"
@@ -161,6 +164,8 @@ def memory_budget(
             mtp=shape.mtp,
         )
     ]
+    if drafter is not None and shape.fp8_body and takes_fp8(drafter):
+        parts = [_rounded(part, drafter, shape) if part.name == "drafter weights" else part for part in parts]
     parts += _runtime(drafter, target, shape)
     peak, text = activation_peak(target, drafter, shape)
     parts.append(Part("activation peak", peak, text))
@@ -286,7 +291,18 @@ def _runtime(drafter: DrafterFacts | None, target: TargetFacts, shape: Shape) ->
         parts.append(Part("draft probabilities", cache, text))
     if shape.one_state:
         parts.append(_replay_records(target, shape))
+    if drafter is not None and takes_fp8(drafter):
+        tp = shape.tensor_parallel
+        if shape.fp8_head:
+            text = f"{drafter.dims.vocab_size} / TP {tp} rows x ({drafter.dims.hidden_size} + 4) B"
+            parts.append(Part("fp8 copy of the LM head", head_bytes(drafter, tp), text))
     return parts
+
+
+def _rounded(part: Part, drafter: DrafterFacts, shape: Shape) -> Part:
+    """The drafter's weights when its matrices are in fp8."""
+    less = body_bytes(drafter, shape.tensor_parallel)
+    return replace(part, bytes=part.bytes + less, formula=f"{part.formula}; in fp8 {-less / 1e9:.2f} GB less")
 
 
 def _replay_records(target: TargetFacts, shape: Shape) -> Part:

@@ -16,17 +16,27 @@ class Patched:
         grouping: who groups the KV layers (`kv-grouping`).
         one_state: recurrent layers keep one state a request, and records for a replay (`gdn-one-state`).
         any_state: also a state in bfloat16, which the patch leaves to vLLM unless it was asked for.
+        fp8_head, fp8_body: the drafter reads an fp8 copy of the LM head, has its matrices in fp8 (`fp8-draft-head`,
+            `fp8-draft-body`).
     """
 
     grouping: Grouping = "vllm"
     one_state: bool = False
     any_state: bool = False
+    fp8_head: bool = False
+    fp8_body: bool = False
 
     @classmethod
     def of(cls, applied: Collection[str], asked: Collection[str] = ()) -> Patched:
         """From the ids of the patches that are applied, and of those among them that somebody asked for."""
         state = "gdn-one-state"
-        return cls("balanced" if "kv-grouping" in applied else "vllm", state in applied, state in asked)
+        return cls(
+            grouping="balanced" if "kv-grouping" in applied else "vllm",
+            one_state=state in applied,
+            any_state=state in asked,
+            fp8_head="fp8-draft-head" in applied,
+            fp8_body="fp8-draft-body" in applied,
+        )
 
     def keeps_one_state(self, draft_tokens: int, state_dtype: str) -> bool:
         """Whether a target with gated delta net layers does."""
