@@ -81,3 +81,43 @@ def test_a_dry_run_starts_nothing(tmp_path):
     run = subprocess.run([*command, "--set", "stock", "--set", "ours=A"], capture_output=True, text=True, check=True)
     assert [line.split("--child ")[1].split()[0] for line in run.stdout.splitlines()] == ["stock", "ours=A"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_published_ratios_are_those_of_the_published_runs(decode):
+    results = SCRIPT.parent / "results"
+    ratios = json.loads((results / "summary.json").read_text())
+    held = json.loads((results / ratios["results"]).read_text())
+    # JSON's keys are text; the sets are what `--merge` makes.
+    assert json.loads(json.dumps(decode.summary(held["sets"]))) == held["summary"]
+    stock, fp8, gdn = (held["summary"][name] for name in ("stock", "fp8", "gdn"))
+    by_b = {b: round(fp8["draft_ms"][b] / stock["draft_ms"][b], 4) for b in stock["draft_ms"]}
+    expected = {
+        "draft_step_ratio": max(by_b[b] for b in ("1", "4", "16")),
+        "decode_ratio_b1": fp8["decode_ratio_b1"],
+        "decode_ratio_b16": fp8["decode_ratio_b16"],
+        "kv_pool_ratio": fp8["kv_pool_ratio"],
+        "second_start_ratio": fp8["second_start_ratio"],
+        "gdn_step_ratio_b1": round(gdn["step_ms"]["1"] / stock["step_ms"]["1"], 3),
+        "gdn_step_ratio_b16": round(gdn["step_ms"]["16"] / stock["step_ms"]["16"], 3),
+        "gdn_pool_ratio": round(gdn["pool_tokens"] / stock["pool_tokens"], 3),
+    }
+    assert {name: ratios[name]["value"] for name in expected} == expected
+    assert all(ratios[name]["measured_on"] for name in expected)
+
+
+def test_grouping_is_on_where_the_targets_part_of_the_step_was_within_two_percent():
+    from dflash2_patches import records
+
+    results = SCRIPT.parent / "results"
+    ratios = json.loads((results / "summary.json").read_text())
+    held = json.loads((results / ratios["results"]).read_text())["summary"]
+    target = {
+        name: {b: step - held[name]["draft_ms"][b] for b, step in held[name]["step_ms"].items()}
+        for name in ("stock", "fp8")
+    }
+    found = {b: round(target["fp8"][b] / target["stock"][b], 4) for b in target["stock"]}
+    assert found == ratios["target_part_ratio"]["by_b"]
+    wins = max(found.values()) <= 1.02 and ratios["kv_pool_ratio"]["value"] > 1
+    measured = {record.id: record.measured for record in records.load()}
+    assert ("9.0" in measured["kv-grouping"]) == wins
+    assert measured["fp8-draft-head"] == measured["fp8-draft-body"] == ()
