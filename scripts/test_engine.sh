@@ -134,6 +134,11 @@ make_base() {
 
 alive() { [ "$(cat "/proc/$1/comm" 2>/dev/null)" = dockerd ] && ! grep -qs '^State:[[:space:]]*Z' "/proc/$1/status"; }
 
+detach() { # MOUNT
+    say "$1 is still in use: detached, its holder keeps it until it ends"
+    umount -l "$1"
+}
+
 stop_engine() {
     local pid mount
     pid=$(cat "$dir/docker.pid" 2>/dev/null || true)
@@ -148,10 +153,10 @@ stop_engine() {
         ip link del docker0 2>/dev/null || true
     fi
     awk -v w="$dir/" 'index($5, w) == 1 {print $5}' /proc/self/mountinfo | sort -r | while read -r mount; do
-        until_ok 15 umount "$mount"
+        until_ok 15 umount "$mount" || detach "$mount"
     done
     # The engine's last threads hold its files for a moment after its process is gone.
-    if mountpoint -q "$dir"; then until_ok 15 umount "$dir"; fi
+    if mountpoint -q "$dir"; then until_ok 15 umount "$dir" || detach "$dir"; fi
     # Never delete through a mount that is still there.
     if awk -v w="$dir" '$5 == w || index($5, w "/") == 1 {found = 1} END {exit !found}' /proc/self/mountinfo; then
         fail "something is still mounted below $dir"
