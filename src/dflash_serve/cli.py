@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -279,11 +280,7 @@ def up(
     else:
         _print_served(served)
     if foreground:
-        try:
-            runs.attach(served.run)
-        except KeyboardInterrupt:
-            runs.down(served.run, grace=30)
-            raise
+        runs.stay(served.run, say=partial(click.echo, err=True))
 
 
 def _print_served(served: Served) -> None:

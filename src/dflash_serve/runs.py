@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -165,6 +165,23 @@ def with_a_way_out(run: Run, exc: StartFailed) -> StartFailed:
     """The error of a back end that can't be asked about a run, with what to do when it never will be."""
     fix = f"{exc.fix}; or, when its container is gone for good: dflash-serve down {run.recipe} --forget"
     return StartFailed(f"{run.recipe}: {exc.what}", where=exc.where, fix=fix)
+
+
+def stay(run: Run, *, say: Callable[[str], None]) -> None:
+    """Stay with a server until it ends, or stop it on Ctrl-C: requests in flight may finish, a second Ctrl-C ends them.
+
+    Raises:
+        KeyboardInterrupt: it was stopped that way.
+    """
+    try:
+        attach(run)
+    except KeyboardInterrupt:
+        say("stopping: requests in flight may finish; Ctrl-C again ends them")
+        try:
+            down(run)
+        except KeyboardInterrupt:
+            down(run, grace=1)
+        raise
 
 
 def default_grace(run: Run) -> float:
