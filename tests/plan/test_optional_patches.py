@@ -9,10 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_serve import paths
+from dflash_serve.checkpoint.facts import GdnDims
 from dflash_serve.errors import RecipeError
 from dflash_serve.plan import patches
+from dflash_serve.plan.planner import Request, make_plan
 from dflash_serve.shape.commands import fit as fit_command
 from dflash_serve.shape.known import known_checkpoints
+from dflash_serve.shape.patched import Patched
 
 RECORDS: dict[str, dict[str, Any]] = {
     "always": {"title": "always", "applies_to": ["0.33.0"]},
@@ -86,6 +89,34 @@ def test_one_state_a_request_grows_the_pool_by_its_slots() -> None:
     assert 1.08 < ours["kv_pool_tokens"] / stock["kv_pool_tokens"] < 1.20
     both = fit("--patch", "all=off", "--patch", "gdn-one-state=on", "--patch", "kv-grouping=on")
     assert both["kv_pool_tokens"] > 1.25 * stock["kv_pool_tokens"]
+
+
+def test_a_plan_sets_the_switch_and_counts_with_it() -> None:
+    plan = make_plan(Request("qwen3.8-27b-fp8", gpu="1xh200"))
+    assert plan.environment["DFLASH2_KV_GROUPING"] == "auto"
+    assert "DFLASH2_GDN_ONE_STATE" not in plan.environment
+    stock, ours = fit("--patch", "all=off"), fit()
+    assert ours["kv_pool_tokens"] > 1.15 * stock["kv_pool_tokens"]
+    elsewhere = make_plan(Request("qwen3.8-27b-nvfp4", gpu="2x5090"))
+    assert not [name for name in elsewhere.environment if name.endswith("_KV_GROUPING")]
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "state", "dims", "any_state", "kept"),
+    [
+        (7, "auto", (128, 128), False, True),
+        (0, "auto", (128, 128), False, False),
+        (16, "auto", (128, 128), False, False),
+        (7, "bfloat16", (128, 128), False, False),
+        (7, "bfloat16", (128, 128), True, True),
+        (7, "auto", (64, 128), True, False),
+    ],
+)
+def test_one_state_is_counted_only_where_the_plugin_keeps_one(
+    draft_tokens: int, state: str, dims: tuple[int, int], any_state: bool, kept: bool
+) -> None:
+    gdn = GdnDims(16, 48, *dims, conv_kernel=4, ssm_dtype="float32")
+    assert Patched(one_state=True, any_state=any_state).keeps_one_state(gdn, draft_tokens, state) is kept
 
 
 def test_a_wish_that_is_none_is_told() -> None:

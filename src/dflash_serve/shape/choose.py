@@ -211,8 +211,7 @@ def _problem(
         grouping=request.patched.grouping,
         fp8_head=request.patched.fp8_head and draft.k > 0,
         fp8_body=request.patched.fp8_body and draft.k > 0,
-        one_state=target.gdn is not None
-        and request.patched.keeps_one_state(draft.k, state_dtype if state_dtype != "auto" else target.gdn.ssm_dtype),
+        one_state=request.patched.keeps_one_state(target.gdn, draft.k, state_dtype),
         kv_cache_bytes=int(float(str(fixed_pool.value)) * GIB) if fixed_pool else None,
         weight_factor=weight_factor(target, gpu.architecture)[0],
         vllm_version=request.vllm_version,

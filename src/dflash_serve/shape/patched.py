@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from dflash_serve.checkpoint.facts import GdnDims
 from dflash_serve.shape.kv_groups import Grouping
 from dflash_serve.values import dataclass
+
+_MAX_QUERY, _HEADS = 16, (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,13 @@ class Patched:
             fp8_body="fp8-draft-body" in applied,
         )
 
-    def keeps_one_state(self, draft_tokens: int, state_dtype: str) -> bool:
-        """Whether a target with gated delta net layers does."""
-        return self.one_state and draft_tokens > 0 and (self.any_state or state_dtype == "float32")
+    def keeps_one_state(self, gdn: GdnDims | None, draft_tokens: int, state_dtype: str) -> bool:
+        """Whether the engine will, by the same limits as the plugin's (`gdn/verify.py:unsupported`)."""
+        if gdn is None or not self.one_state or not 0 < draft_tokens < _MAX_QUERY:
+            return False
+        heads = (gdn.key_head_dim, gdn.value_head_dim) == _HEADS and gdn.value_heads % gdn.key_heads == 0
+        states = ("float32", "bfloat16") if self.any_state else ("float32",)
+        return heads and (gdn.ssm_dtype if state_dtype == "auto" else state_dtype) in states
 
 
 STOCK = Patched()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,6 @@ from dflash2_patches.gdn.verify import (
 )
 
 SWITCH = "DFLASH2_GDN_ONE_STATE"
-# Compute capabilities on which `auto` was measured to win; elsewhere it has to be asked for.
-MEASURED = ((9, 0),)
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,9 @@ def shape_of(layer: Any) -> Shape:
     )
 
 
-def refused(config: Any, shapes: Sequence[Shape], capability: tuple[int, int] | None, wish: str) -> str | None:
+def refused(
+    config: Any, shapes: Sequence[Shape], capability: tuple[int, int] | None, wish: str, measured: Collection[str]
+) -> str | None:
     """Why an engine stays with stock, in one line; None when it keeps one state a request.
 
     Args:
@@ -73,6 +73,7 @@ def refused(config: Any, shapes: Sequence[Shape], capability: tuple[int, int] | 
         shapes: one a GDN layer; empty when the target has none.
         capability: of the GPU; None without one.
         wish: `on` or `auto`.
+        measured: compute capabilities of the patch's record, where `auto` is on.
     """
     if not shapes:
         return "the target has no gated delta net layers"
@@ -101,11 +102,9 @@ def refused(config: Any, shapes: Sequence[Shape], capability: tuple[int, int] | 
         return "a KV connector would read states that still wait for their tokens"
     if config.cache_config.mamba_cache_mode not in ("none", "align"):
         return f"mamba cache mode {config.cache_config.mamba_cache_mode!r}; it handles none and align"
-    if wish == "auto" and capability not in MEASURED:
-        known = ", ".join(f"{a}.{b}" for a, b in MEASURED)
-        return (
-            f"compute capability {capability[0]}.{capability[1]} was not measured ({known} was); {SWITCH}=on forces it"
-        )
+    number = f"{capability[0]}.{capability[1]}"
+    if wish == "auto" and number not in measured:
+        return f"it was not measured to win on compute capability {number}; {SWITCH}=on forces it"
     if wish == "auto" and shape.state != torch.float32:
         return f"with a state in bfloat16 vLLM's kernel is as fast; {SWITCH}=on forces it"
     return None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from dflash2_patches import records
 from dflash2_patches.seam import when_imported, wrap
 
 ID = "gdn-one-state"
@@ -205,9 +206,12 @@ def _decide(config: Any, requests: int, device: Any) -> None:
     others = sum(isinstance(layer, MambaBase) and name not in layers for name, layer in context.items())
     # vLLM wants one number of blocks a request over all recurrent layers.
     reason = f"{others} recurrent layers of another kind" if others else None
-    reason = reason or engine.refused(config, shapes, _capability(device), wish)
+    measured = next(record.measured for record in records.load() if record.id == ID)
+    reason = reason or engine.refused(config, shapes, _capability(device), wish, measured)
     if reason is not None:
-        logger.info("%s: stock verification stays: %s", ID, reason)
+        # Asked for and not given: the pool is smaller than planned, and this says why.
+        log = logger.warning if wish == "on" else logger.info
+        log("%s: stock verification stays: %s", ID, reason)
         return
     query = config.num_speculative_tokens + 1
     state = engine.OneState.allocate(tuple(layers), shapes[0], requests, query, device)
